@@ -27,7 +27,7 @@ def main(*overrides: str) -> dict[str, float]:
     result = sk.train(config)
     evaluation = result.evaluation or result.program.eval(result.state)
 
-    params = jax.device_get(result.state.params)
+    params = jax.device_get(result.program.eval_params(result.state))
     context = result.program.task.train_data["tokens"].shape[1] - 1
     print(f"\n--- sample after {PROMPT!r} " + "-" * 60)
     print(gpt.sample(params, PROMPT, num_bytes=400, context=context))

@@ -5,7 +5,7 @@ another mesh. record.json is written just before orbax renames the temporary dir
 """
 
 from spmdkit.checkpoint.checkpoints import Checkpoints
-from spmdkit.checkpoint.export import export, read_state
+from spmdkit.checkpoint.export import export, mean_of_groups, read_state
 from spmdkit.checkpoint.lease import Lease
 from spmdkit.checkpoint.listing import best_step, hold_step, inspect, ls, newest_step, verify
 from spmdkit.checkpoint.object_store import Remote
@@ -27,6 +27,7 @@ __all__ = [
     "inspect",
     "leaf_table",
     "ls",
+    "mean_of_groups",
     "nest",
     "newest_step",
     "prepare_run_dir",

@@ -7,6 +7,7 @@ The record describes every leaf, so neither the task nor its code is needed.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,10 @@ from spmdkit.foundation import files
 from spmdkit.foundation.formatting import nearest
 
 FORMATS = ("safetensors", "orbax")
-PARTS = ("params", "ema")
+PARTS = ("params", "ema", "training")
+
+Evaluated = Callable[[dict[str, np.ndarray], dict[str, Any]], dict[str, np.ndarray]]
+"""`(path -> array of the state, record) -> path -> array of the parameters to evaluate`."""
 
 
 def export(
@@ -28,13 +32,19 @@ def export(
     step: int | None,
     out: Path | str,
     format: Literal["safetensors", "orbax"] = "safetensors",
-    which: Literal["params", "ema"] = "params",
+    which: Literal["params", "ema", "training"] = "params",
+    evaluated: Evaluated | None = None,
 ) -> int:
     """Writes the parameters of a step (None: the newest) to `out` atomically; returns the step.
 
     `safetensors`: a file named by the paths below the parameters (`blocks/0/kernel`), with the metadata `step` and
     `which`. `orbax`: a folder with the nested dict, for `ocp.StandardCheckpointer().restore`, without arrays that have
     no elements, because orbax does not support them.
+
+    Args:
+        which: `params` are the parameters that are evaluated, `training` those of the optimizer. They differ only for a
+            task with `Task.eval_params`, a schedule-free optimizer or lookahead, and then `params` needs `evaluated`.
+        evaluated: computes the parameters to evaluate.
 
     Raises:
         CheckpointError: the step does not exist, is damaged, or does not contain the part.
@@ -51,9 +61,18 @@ def export(
         saved = record.read_record(directory, chosen)
         record.check_files(directory, saved)
         with location.fetched(directory, saved.step) as local:
-            arrays = _read_part(local, saved, which)
-    if saved.user.get("groups"):  # of replicas that train separately: their mean, which evaluation uses
-        arrays = {name: _mean(array) for name, array in arrays.items()}
+            derives = which == "params" and bool(saved.user.get("eval_params"))
+            if derives and evaluated is None:
+                raise ConfigError(
+                    f"export of step {saved.step}: the task or its optimizer derives the parameters to evaluate from "
+                    "the state. Run spmdkit checkpoint export with the run's directory, or choose which: training."
+                )
+            part = "params" if which == "training" else which
+            arrays = _read_state(local, saved) if derives else _read_part(local, saved, part)
+    if derives and evaluated is not None:
+        arrays = evaluated(arrays, saved.user)
+    elif saved.user.get("groups"):  # of replicas that train separately: their mean, which evaluation uses
+        arrays = {name: mean_of_groups(array) for name, array in arrays.items()}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with files.whole(out) as partial:
@@ -73,7 +92,7 @@ def export(
     return saved.step
 
 
-def _mean(array: np.ndarray) -> np.ndarray:
+def mean_of_groups(array: np.ndarray) -> np.ndarray:
     """Reduces [groups, ...] to [...]: the mean for floats, the first element for other dtypes."""
     is_float = jax.numpy.issubdtype(array.dtype, jax.numpy.inexact)
     wide = np.promote_types(array.dtype, np.float32) if array.dtype.kind == "f" else np.float32
@@ -148,5 +167,9 @@ def read_state(directory: Path, step: int | None = None) -> dict[str, np.ndarray
     with listing.hold_step(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
         saved = record.read_record(directory, chosen)
         record.check_files(directory, saved)
-        part = {path: leaf for path, leaf in saved.leaves.items() if not leaf[1].startswith("key<")}
-        return read_leaves(directory, saved, part)
+        return _read_state(directory, saved)
+
+
+def _read_state(directory: Path, saved: record.Record) -> dict[str, np.ndarray]:
+    part = {path: leaf for path, leaf in saved.leaves.items() if not leaf[1].startswith("key<")}
+    return read_leaves(directory, saved, part)

@@ -73,12 +73,22 @@ def checkpoint_export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="File (safetensors) or folder (orbax) to write.")],
     step: Step = None,
     format: Annotated[str, typer.Option(help="safetensors or orbax.")] = "safetensors",
-    which: Annotated[str, typer.Option(help="params or ema.")] = "params",
+    which: Annotated[str, typer.Option(help="params (those that are evaluated), ema, or training.")] = "params",
 ) -> None:
     """Write the plain parameters of a checkpoint, for other tools."""
     from spmdkit import checkpoint
 
-    checkpoint.export(_checkpoints(run), step, out, format=format, which=which)  # type: ignore[arg-type]
+    def evaluated(arrays: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+        from spmdkit.config import load_config
+        from spmdkit.program.eval_params import evaluated_arrays
+        from spmdkit.program.opening import task_of
+
+        config = load_config(Path(run) / "config.yaml")
+        grouped = checkpoint.mean_of_groups if record.get("groups") else None
+        return evaluated_arrays(config, task_of(config), arrays, grouped)
+
+    where = _checkpoints(run)
+    checkpoint.export(where, step, out, format=format, which=which, evaluated=evaluated)  # type: ignore[arg-type]
     say(out)
 
 

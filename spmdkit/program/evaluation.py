@@ -45,7 +45,7 @@ class Evaluator:
         context: trace_context.Context,
         abstract_state: TrainState,
         *,
-        which: str,
+        params_of: Callable[[TrainState], Any],
         seed: int,
         to_device: Callable[[TrainState], TrainState],
         compile: Callable[[jax.stages.Lowered], jax.stages.Compiled],
@@ -61,12 +61,13 @@ class Evaluator:
         self._whole = NamedSharding(context.sharding.mesh, PartitionSpec())
         abstract_batch = feed.abstract()
         on_device = jax.eval_shape(to_device, abstract_state)
-        eval_fn, needs_key, self.note = _function(task, on_device, abstract_batch, stateful, groups)
+        params = jax.eval_shape(params_of, on_device)
+        eval_fn, needs_key, self.note = _function(task, on_device, params, abstract_batch, stateful, groups)
 
         def evaluate_batch(totals: Any, current: TrainState, batch: Batch) -> tuple[Any, dict[str, Metric]]:
             number, before = (jnp.zeros((), jnp.int32), None) if totals is None else totals
             current = to_device(current)
-            params = current.ema if which == "ema" else current.params
+            params = params_of(current)
             model_state = current.model_state
             if groups is not None:
                 model_state = agreement.merge_groups(context.options.state_reduction, model_state)
@@ -152,7 +153,7 @@ def _value(metric: Metric) -> Any:
 
 
 def _function(
-    task: Task, state: TrainState, batch: Batch, stateful: bool, groups: int | None
+    task: Task, state: TrainState, params: Any, batch: Batch, stateful: bool, groups: int | None
 ) -> tuple[Callable[..., Any], bool, str | None]:
     """Returns (the function to evaluate, whether its last argument is a random key, a note)."""
     if task.eval_fn is not None:
@@ -165,7 +166,7 @@ def _function(
         single_copy = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if groups is not None else x
         model_state = (jax.tree.map(single_copy, state.model_state),)
     # Without placements: a trace of the loss alone would reject parameters in host memory.
-    needs_key = _refuses_none_key(loss_fn, abstract((state.params, *model_state, batch.examples)))
+    needs_key = _refuses_none_key(loss_fn, abstract((params, *model_state, batch.examples)))
     note = (
         "evaluation runs loss_fn with random keys that are the same at every evaluation, since it does not accept "
         "key=None: dropout stays on. Pass Task(eval_fn=...) for a deterministic evaluation."

@@ -13,6 +13,7 @@ from spmdkit.foundation import plugins
 from spmdkit.foundation.formatting import columns, format_bytes
 from spmdkit.mesh.layout import table
 from spmdkit.mesh.mesh import describe_mesh
+from spmdkit.program.eval_params import source_of
 from spmdkit.program.groups import sync_of
 from spmdkit.program.row_table import Row, table_lines
 from spmdkit.program.task_step import TaskStep
@@ -47,6 +48,7 @@ def explain(task_step: TaskStep, context: Context, refused: str, rows: Sequence[
         ("reducer", _reducer(task_step, context)),
         *_model_state(task_step, context),
         ("update", _update(task_step)),
+        *_evaluation(task_step),
         ("guard", _guard(task_step)),
         ("hooks", _hooks(task_step)),
         ("sync", _sync(task_step)),
@@ -192,6 +194,12 @@ def _update(task_step: TaskStep) -> str:
     ema = "" if config.ema is None else f", then a moving average of the parameters ({config.ema:g})"
     suffix = " in train_step" if task_step.task.train_step is not None else ""
     return f"{clip}{name}{suffix}{ema}"
+
+
+def _evaluation(task_step: TaskStep) -> Iterator[Line]:
+    source = source_of(task_step.task, task_step.state.abstract)
+    if task_step.config.eval.params == "params" and source:
+        yield "evaluation", f"of the parameters that {source} defines, which are exported too"
 
 
 def _guard(task_step: TaskStep) -> str:

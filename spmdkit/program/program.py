@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import data
@@ -31,6 +32,7 @@ from spmdkit.program import auto, compile_log, compiler, memory, padding_check, 
 from spmdkit.program import groups as program_groups
 from spmdkit.program.choose_lowering import choose_form
 from spmdkit.program.dispatch_limit import most_in_flight
+from spmdkit.program.eval_params import eval_params_of
 from spmdkit.program.evaluation import Evaluator, check_best
 from spmdkit.program.explain import explain
 from spmdkit.program.feeds import limited, open_feeds
@@ -91,6 +93,7 @@ class Program:
         self.state_reduction = agreement.declared_reductions(task.state_reduction, abstract_model_state)
         self._abstract_state = jax.eval_shape(self._create_one, jax.random.key(0))  # one copy
         self._roles, self._unread = self._leaf_roles(abstract_params)
+        self._eval_params = eval_params_of(task, self._abstract_state)
         self._single = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
         self._placed = self._single  # before the reducer's state is added
         if self.groups is not None:
@@ -424,12 +427,34 @@ class Program:
             self._eval_feed,
             context,
             self.abstract_state,
-            which=self.config.eval.params,
+            params_of=self._params_to_evaluate,
             seed=self.config.seed,
             to_device=self._one_copy,
             compile=self._compile,
             probe_padding=self.probe_padding,
         )
+
+    def _params_to_evaluate(self, current: TrainState) -> Any:
+        """Returns the parameters to evaluate, of one copy of the state on the devices."""
+        if self.config.eval.params == "ema":
+            ema = current.ema
+            return ema.slow if isinstance(ema, optax.LookaheadParams) else ema
+        return current.params if self._eval_params is None else self._eval_params(current)
+
+    @property
+    def has_eval_params(self) -> bool:
+        """Whether other parameters than those of the state are evaluated and exported: of the task or its optimizer."""
+        return self._eval_params is not None
+
+    @functools.cached_property
+    def _compiled_eval_params(self) -> Any:
+        return jax.jit(lambda current: self._params_to_evaluate(self._one_copy(current)))
+
+    def eval_params(self, current: TrainState) -> Any:
+        """Returns the parameters that are evaluated, on the devices: of `eval.params`, `Task.eval_params` or the
+        optimizer; one copy for all groups."""
+        check_not_donated(current, "program.eval_params")
+        return self._compiled_eval_params(current)
 
     def eval(self, current: TrainState) -> dict[str, Any]:
         """Returns the metrics over the full evaluation set, of any size: numbers, and arrays of `sk.bincount`. Waits

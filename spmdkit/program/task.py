@@ -42,6 +42,8 @@ class Task:
         eval_data: the same types; all examples are evaluated, for any number of them.
         eval_fn: `eval_fn(params, batch) -> {name: sk.mean(...)}`, with model state `eval_fn(params, state, batch)`;
             default: `loss_fn` with `key=None`.
+        eval_params: `eval_params(state) -> params`, the parameters that are evaluated and exported, for an optimizer
+            that trains others. Known for `optax.contrib.schedule_free` and `optax.lookahead`.
         train_step: `train_step(state, batch) -> (state, metrics)`, replaces the default step that calls `loss_fn`.
         view: view of `train_step`: `global` (global arrays) or `replica` (in `shard_map`, with explicit reductions).
         rules: layout rules of the model, as in `layout.rules` of a config.
@@ -65,6 +67,7 @@ class Task:
     train_data: Any = None
     eval_data: Any = None
     eval_fn: Callable[..., Any] | None = None
+    eval_params: Callable[..., Any] | None = None
     train_step: Callable[..., Any] | None = None
     view: Literal["global", "replica"] = "global"
     rules: Sequence[tuple[str, Sequence[Any]]] = ()
@@ -76,7 +79,7 @@ class Task:
     unit: str = "examples"
 
     def __post_init__(self) -> None:
-        for name in ("init", "loss_fn", "eval_fn", "train_step"):
+        for name in ("init", "loss_fn", "eval_fn", "eval_params", "train_step"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 what = f"Task.{name} is {type(value).__name__}"
@@ -94,7 +97,7 @@ class Task:
                 "Task.view is 'replica', but there is no train_step. It applies to train_step only. Pass a train_step, "
                 "or remove view."
             )
-        for name, args in (("init", ("key",)), ("train_step", ("state", "batch"))):
+        for name, args in (("init", ("key",)), ("eval_params", ("state",)), ("train_step", ("state", "batch"))):
             check_arity(name, getattr(self, name), args)
         for rule in self.rules:
             pair = isinstance(rule, tuple | list) and len(rule) == 2

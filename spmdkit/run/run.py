@@ -307,6 +307,7 @@ class Run:
             "described": self._described,
             "next_batch": self.program.schedule.digest(step + 1),
             "versions": self.reporter.environment["versions"],
+            "eval_params": self.program.has_eval_params,
             "groups": None if self.program.groups is None else self.program.groups.num,
             "mesh": {axis: size for axis, size in self.program.sizes.items() if size > 1},
             "randomness": rng.identity(),

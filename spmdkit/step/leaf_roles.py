@@ -32,6 +32,12 @@ OVERWRITTEN = "_overwrite_with_gradient"
 """The name of flax's collection of leaves that their gradient overwrites."""
 
 
+def differentiated(params: Any) -> Any:
+    """Returns the parameters with respect to which a loss is differentiated: `fast` of the pair of `optax.lookahead`,
+    otherwise all."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
 def declared_role(frozen: Sequence[str], overwritten: Sequence[str], path: str) -> Role | None:
     """Returns the role that the patterns of the task give a parameter; a pattern matches its full path."""
     if any(re.fullmatch(pattern, path) for pattern in overwritten):
@@ -46,6 +52,11 @@ def declared_roles(frozen: Sequence[str], overwritten: Sequence[str], params: An
         ConfigError: a pattern matches no parameter, a parameter has two roles, or none is trained.
     """
     paths = [path for path, _ in named_leaves(params)]
+    if (frozen or overwritten) and isinstance(params, optax.LookaheadParams):
+        raise ConfigError(
+            "Task.frozen and Task.overwritten do not apply to the pair of parameters of optax.lookahead. Keep "
+            "constants in the model state: sk.Variables(params, state)."
+        )
     for name, patterns in (("frozen", frozen), ("overwritten", overwritten)):
         for pattern in patterns:
             if not any(re.fullmatch(pattern, path) for path in paths):
@@ -138,7 +149,9 @@ def unread_gradients(optimizer: optax.GradientTransformationExtraArgs, params: A
     The optimizer is traced only if some of its states are masked.
     """
     is_state: Callable[[Any], bool] = lambda x: isinstance(x, optax.MaskedState | optax.transforms.PartitionState)
-    if not any(is_state(x) for x in jax.tree.leaves(opt_state, is_leaf=is_state)):
+    if isinstance(params, optax.LookaheadParams) or not any(
+        is_state(x) for x in jax.tree.leaves(opt_state, is_leaf=is_state)
+    ):
         return set()
 
     def update(grads: Any, opt_state: Any, params: Any, value: Any) -> Any:

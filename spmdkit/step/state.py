@@ -126,15 +126,17 @@ class TrainState:
         Layout: with ZeRO 1 to 3 the update runs on the fsdp shard of each leaf.
 
         Raises:
-            ConfigError: `grads` does not have the structure of the parameters, differs between replicas (per-replica
+            ConfigError: `grads` does not have the structure of the parameters (for `optax.lookahead` of `params.fast`),
+                differs between replicas (per-replica
                 view), or the optimizer requires an argument that is missing.
         """
         context = trace_context.current()
         params = without_copies(self).params
-        _check_gradient(context, grads, params)
-        as_stored: Callable[[Any], Any] = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, params)
+        trained = leaf_roles.differentiated(params)
+        _check_gradient(context, grads, trained)
+        as_stored: Callable[[Any], Any] = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, trained)
         grads = trace_context.shard_like_params(context, as_stored(grads), "update")
-        roles = leaf_roles.roles_in(context, params)
+        roles = leaf_roles.roles_in(context, trained)
         is_read: Callable[[str], bool] = lambda path: roles.get(path) != "frozen" and path not in context.options.unread
         context.slots.record_update(leaf_roles.select(grads, is_read))
         if "grad" in extra:

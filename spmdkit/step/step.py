@@ -20,6 +20,7 @@ from spmdkit.step.checks.return_values import RULE, check_metric_names, is_array
 from spmdkit.step.conditional_update import conditional_update
 from spmdkit.step.finite_check import apply_guard, guard_code, guard_skips, is_skipped
 from spmdkit.step.gradient import means_and_grad, step_examples
+from spmdkit.step.leaf_roles import differentiated
 from spmdkit.step.lowering import whole_state_specs
 from spmdkit.step.metrics.base import is_metric
 from spmdkit.step.metrics.user_metric import as_metric
@@ -61,7 +62,9 @@ def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         model_state = (state.model_state,) if stateful else ()
-        compute: Callable[[Any], Any] = lambda params: means_and_grad(loss_fn)(params, *model_state, batch, state.key)
+        compute: Callable[[Any], Any] = lambda params: means_and_grad(loss_fn)(
+            differentiated(params), *model_state, batch, state.key
+        )
         (loss, metrics, *new_state), grads = compute(state.params)
         new = state.apply_gradients(grads, *new_state, value=loss.value, grad=grads, value_fn=_loss_of(compute))
         return new, {"loss": loss, **metrics}

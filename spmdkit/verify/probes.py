@@ -21,6 +21,7 @@ from spmdkit.foundation.trees import is_key
 from spmdkit.foundation.user_code import call_user
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
+from spmdkit.step.leaf_roles import differentiated
 from spmdkit.step.metrics.mean import Mean
 from spmdkit.step.state import TrainState, Variables
 from spmdkit.verify.dtypes import is_inexact
@@ -50,7 +51,7 @@ def recording_optimizer(optimizer: optax.GradientTransformation) -> optax.Gradie
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> RecordingState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
+        zeros = jax.tree.map(jnp.zeros_like, differentiated(params))
         return RecordingState(zeros, inner.init(params), jax.tree.map(jnp.zeros_like, params))
 
     def update(grads: Any, state: RecordingState, params: Any = None, **extra: Any) -> tuple[Any, RecordingState]:

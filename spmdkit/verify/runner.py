@@ -23,6 +23,7 @@ from spmdkit.program import compiler
 from spmdkit.program.program import Program
 from spmdkit.step import gradient, trace_context
 from spmdkit.step.checks.return_values import checked_loss
+from spmdkit.step.leaf_roles import differentiated
 from spmdkit.step.state import TrainState
 from spmdkit.step.step import Batch
 from spmdkit.verify import compare, mutants, mutations
@@ -341,5 +342,5 @@ def plain_value_and_grad(
         return jax.vmap(by_data, (None, 0), axis_name="replica")(params, rows)[0, 0]
 
     both = jax.jit(jax.value_and_grad(over_one_replica), compiler_options={**compiler.quick_options()})
-    loss, grads = both(state.params)
+    loss, grads = both(differentiated(state.params))
     return PlainResult(float(loss), flat(grads))
