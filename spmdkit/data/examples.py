@@ -22,8 +22,8 @@ from spmdkit.data.row_errors import DEFAULT_POLICY, ReadPolicy
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.foundation.trees import named_leaves
 
-# A length above this is grain's encoding of "endless" (repeat() returns sys.maxsize).
-ENDLESS = 2**62
+ENDLESS = 2**53
+"""A greater length is no number of examples: grain's `repeat()` has sys.maxsize, and floats are exact up to here."""
 
 
 class ExampleSource:
@@ -213,6 +213,9 @@ def _length(data: Any, what: str) -> int:
             f"{what} is empty: len() is 0. Training and evaluation need at least 1 example. Check the filter or the "
             f"path that made it."
         )
-    if length >= ENDLESS:
-        raise ConfigError(f"{what} is endless: len() is {length}. spmdkit counts the epochs itself. Remove .repeat().")
+    if length > ENDLESS:
+        raise ConfigError(
+            f"{what} is endless: len() is {length}, more than 2**53. The run counts the epochs. Remove .repeat(), or "
+            "return the number of distinct examples from __len__."
+        )
     return int(length)

@@ -24,7 +24,7 @@ class Feed:
         `spmdkit.step.row_order`.
 
     Attributes:
-        grid: (shards, microbatches, rows).
+        source: the data; grid: (shards, microbatches, rows).
         skipped_rows: the skipped rows and retries of this process.
     """
 
@@ -41,8 +41,8 @@ class Feed:
         padded: bool,
         skipped_rows: data.SkippedRows,
     ):
-        self.schedule, self.skipped_rows = schedule, skipped_rows
-        self._source, self._prefetch, self._threads, self._padded = source, prefetch, threads, padded
+        self.source, self.schedule, self.skipped_rows = source, schedule, skipped_rows
+        self._prefetch, self._threads, self._padded = prefetch, threads, padded
         self._shards = count(sizes, BATCH_AXES)
         self._sharding = NamedSharding(mesh, canonical([BATCH_AXES], sizes))
         size = schedule.batch_size
@@ -57,7 +57,7 @@ class Feed:
         size = self.schedule.batch_size
         leaf: Any = lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype, sharding=self._sharding)
         mask = leaf(jax.ShapeDtypeStruct((), np.bool_)) if self._padded else None
-        return Batch(jax.tree.map(leaf, self._source.element()), mask)
+        return Batch(jax.tree.map(leaf, self.source.element()), mask)
 
     def stream(self, start: int, stop: int) -> data.DeviceBatches:
         """Returns an iterator of `(step, batch, wait_s)` for steps `start` to `stop` (inclusive), prefetched to the
@@ -65,17 +65,17 @@ class Feed:
         schedule, positions = self.schedule, self._positions
         if schedule.shares:  # the source has only the rows of this process, in order
             schedule, positions = schedule.local(jax.process_index()), None
-        local = data.host_batches(self._source, schedule, positions, start, stop + 1, self._prefetch, self._threads)
+        local = data.host_batches(self.source, schedule, positions, start, stop + 1, self._prefetch, self._threads)
         return data.device_batches(local, self._place, self._prefetch)
 
     @property
     def in_memory(self) -> bool:
         """Whether all rows are arrays in this process's memory."""
-        return self._source.in_memory and not self.schedule.shares
+        return self.source.in_memory and not self.schedule.shares
 
     def read(self, step: int) -> data.HostBatch:
         """Returns the full batch of `step` on the host, in the order of positions."""
-        return data.HostBatch(*data.read_step(self._source, self.schedule, None, step))
+        return data.HostBatch(*data.read_step(self.source, self.schedule, None, step))
 
     def put(self, examples: Any, mask: Any = None) -> Batch:
         """Returns a batch on the devices from full host arrays in the order of positions.

@@ -28,6 +28,7 @@ BYTES_IN_MEMORY = 2**26
 ROWS_READ = 64
 MIN_READ = 6
 """Number of rows that are read regardless of time."""
+MIN_READ_TWICE, MOST_READ_TWICE = 3, 8
 READINGS = 3
 """Minimum number of attempts to read a row that raises."""
 VARIES = "different each time it is read"
@@ -60,22 +61,39 @@ def fingerprint(source: Source, retries: int = 0, clock: Callable[[], float] = t
     sampled = sample(len(source), _most_rows(source))
     if source.in_memory:
         rows = {f"row {row}": _digest(leaves) for row, leaves in _rows(source, sampled)}
-    elif _row(source, sampled[-1], readings) != _row(source, sampled[-1], readings):
-        rows = {"rows": VARIES}
-    else:
-        rows = _read_in_time(source, sampled, readings, clock)
-    return Fingerprint(len(source), structure(source), rows, source.in_memory)
-
-
-def _read_in_time(source: Source, sampled: list[int], readings: int, clock: Callable[[], float]) -> dict[str, str]:
-    """Returns "row 17" -> digest of the rows that could be read. Any prefix of their order is spread over all rows."""
-    deadline, digests = Deadline(FINGERPRINT_S, clock), dict[int, str]()
-    for place, row in enumerate(_spread(sampled)):
-        if place >= MIN_READ and deadline.expired:
+        return Fingerprint(len(source), structure(source), rows, in_memory=True)
+    deadline = Deadline(FINGERPRINT_S, clock)
+    digests, varies = _read_twice(source, _spread(sampled), readings, deadline)
+    if varies:
+        return Fingerprint(len(source), structure(source), {"rows": VARIES}, in_memory=False)
+    for row in _spread(sampled):  # any prefix of this order is spread over all rows
+        if len(digests) >= MIN_READ and deadline.expired:
             break
-        if (digest := _row(source, row, readings)) is not None:
-            digests[row] = digest
-    return {f"row {row}": digests[row] for row in sorted(digests)}
+        digests[row] = digests.get(row) or _row(source, row, readings)
+    rows = {f"row {row}": digest for row, digest in sorted(digests.items()) if digest is not None}
+    return Fingerprint(len(source), structure(source), rows, in_memory=False)
+
+
+def rows_vary(source: Source, retries: int = 0) -> bool:
+    """Returns whether rows have other contents when they are read again, as with augmentation in `__getitem__`."""
+    if source.in_memory:
+        return False
+    rows = _spread(sample(len(source), _most_rows(source)))
+    return _read_twice(source, rows, max(READINGS, retries + 1), Deadline(FINGERPRINT_S, time.monotonic))[1]
+
+
+def _read_twice(
+    source: Source, rows: list[int], readings: int, deadline: Deadline
+) -> tuple[dict[int, str | None], bool]:
+    """Reads the first `MIN_READ_TWICE` rows, or in time `MOST_READ_TWICE`, twice in a different order. Returns the
+    digest of each, None if it cannot be read, and whether any differs."""
+    first = dict[int, str | None]()
+    for row in rows[:MOST_READ_TWICE]:
+        if len(first) >= MIN_READ_TWICE and deadline.expired:
+            break
+        first[row] = _row(source, row, readings)
+    again = {row: _row(source, row, readings) for row in [*first][1:] + [*first][:1]}
+    return first, any(again[row] != digest and None not in (again[row], digest) for row, digest in first.items())
 
 
 def _spread(rows: list[int]) -> list[int]:

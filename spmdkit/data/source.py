@@ -79,6 +79,7 @@ def open_source(data: Any, what: str = "train_data", access: ReadPolicy | None =
     if isinstance(data, (ArraySource, ExampleSource)):
         return data
     if _is_grain_dataset(data):
+        _refuse_batches(data, what)
         return ExampleSource(data, what, is_grain=True, access=access or DEFAULT_POLICY)
     if isinstance(data, (np.ndarray, jax.Array)):
         return ArraySource(data, what)
@@ -110,6 +111,22 @@ def _type_name(data: Any) -> str:
 def _is_grain_dataset(data: Any) -> bool:
     grain = sys.modules.get("grain")  # not imported here: the import takes 0.3 s, and no such dataset exists without it
     return grain is not None and isinstance(data, grain.MapDataset)
+
+
+def _refuse_batches(dataset: Any, what: str) -> None:
+    """Raises ConfigError for a grain dataset with `.batch(n)` in its chain, unless `flat_map` splits the batches."""
+    nodes = [dataset]
+    while nodes:
+        node = nodes.pop()
+        kind = type(node).__name__
+        if kind == "BatchMapDataset":
+            size = getattr(node, "_batch_size", "n")
+            raise ConfigError(
+                f"{what} is a grain dataset of batches: .batch({size}). batch_size in the config forms the batches, "
+                f"and the run counts the epochs. Remove .batch({size}) and .repeat(). If {size} rows are one example, "
+                "return them from __getitem__ of a class with __len__."
+            )
+        nodes += () if kind == "FlatMapMapDataset" else getattr(node, "_parents", ())
 
 
 def _is_sequence_of_examples(data: Any) -> bool:

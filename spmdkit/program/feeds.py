@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmdkit import data
 from spmdkit.config import Config, check_batch
 from spmdkit.data.feed import Feed, eval_batch_size, rows_of_processes
+from spmdkit.data.fingerprint import rows_vary
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import mesh
 from spmdkit.program.task import Task
@@ -67,6 +68,31 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
     schedule = data.eval_schedule(num, size, shares=process_shares(task.eval_data, size, 1, "eval_data"))
     padded = not schedule.always_full
     return Feeds(train, feed(source, schedule, microbatches=1, padded=padded, skipped_rows=ledger))
+
+
+def check_rows(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int], feeds: Feeds) -> list[str]:
+    """Returns notes about data with rows that differ when they are read again.
+
+    Raises:
+        ConfigError: several processes hold these rows, so that one global array would have several contents.
+    """
+    notes = []
+    for name, feed in (("train_data", feeds.train), ("eval_data", feeds.eval)):
+        if feed is None or not rows_vary(feed.source, config.data.retries):
+            continue
+        parts = rows_of_processes(on, sizes, feed.schedule.batch_size, feed.grid[1])
+        if sum(map(len, parts)) > len(np.unique(np.concatenate(parts))):
+            raise ConfigError(
+                f"{name}: rows differ each time they are read, and several of the {len(parts)} processes hold the same "
+                "rows of a batch: one global array would have several contents. Row i must be the same on every "
+                "process. Draw augmentation in the loss from sk.example_keys(), with grain's random_map, or from "
+                "np.random.default_rng(i) in __getitem__(i)."
+            )
+        notes.append(
+            f"{name}: rows differ each time they are read, so a resumed run is not bitwise identical. Draw "
+            "augmentation in the loss from sk.example_keys(), or with grain's random_map"
+        )
+    return notes
 
 
 def _shares(

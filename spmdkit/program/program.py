@@ -35,7 +35,7 @@ from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.eval_params import eval_params_of
 from spmdkit.program.evaluation import Evaluator, check_best
 from spmdkit.program.explain import explain
-from spmdkit.program.feeds import limited, open_feeds
+from spmdkit.program.feeds import Feeds, check_rows, limited, open_feeds
 from spmdkit.program.init_state import abstract_init, check_precision, input_notes
 from spmdkit.program.phases import Phase
 from spmdkit.program.row_table import Row, row_table, row_warnings
@@ -101,6 +101,8 @@ class Program:
                 self.groups, self._single, abstract_params, self.mesh, self.sizes, plugins.split(config.sync)[0]
             )
         self._open_data()
+        feeds = Feeds(self.feed, self._eval_feed)
+        self.notes += check_rows(config, task, self.mesh, self.sizes, feeds)
         self._choose_form()
         mixing = self.task.row_mixing or config.row_mixing
         self.notes += row_warnings(self.row_usages, self._task_step.what, mixing, self.microbatches)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmdkit.data import open_source
-from spmdkit.data.fingerprint import FINGERPRINT_S, MIN_READ, ROWS_READ, VARIES, fingerprint
+from spmdkit.data.fingerprint import FINGERPRINT_S, MIN_READ, ROWS_READ, VARIES, fingerprint, rows_vary
 
 
 class Rows:
@@ -67,3 +67,33 @@ def test_random_rows_are_not_compared():
             return np.random.default_rng().normal()
 
     assert rows(Noise()) == {"rows": VARIES}
+
+
+class Augmented(Rows):
+    """Rows with augmentation in `__getitem__`, drawn in one of several ways."""
+
+    def __init__(self, kind, num=100):
+        super().__init__(num)
+        self.kind, self.rng = kind, np.random.default_rng(0)
+
+    def __getitem__(self, i):
+        row = np.arange(4.0, dtype=np.float32) + i
+        if self.kind == "noise":
+            return row + np.random.normal(size=4).astype(np.float32)
+        if self.kind == "generator of the data set":
+            return row * np.float32(self.rng.uniform())
+        if self.kind == "flip":
+            return row[:: self.rng.choice([-1, 1])].copy()
+        if self.kind == "position in the file":
+            self.now += 1
+            return row + np.float32(self.now)
+        return row + np.random.default_rng(i).normal(size=4).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["noise", "generator of the data set", "flip", "position in the file", "by index"])
+def test_rows_that_differ_when_read_again_are_found(kind):
+    assert rows_vary(open_source(Augmented(kind))) == (kind != "by index")
+    if kind != "flip":
+        assert rows_vary(open_source(Augmented(kind, num=1))) == (kind != "by index")
+    assert not rows_vary(open_source(np.ones((5, 3), np.float32)))
+    assert not rows_vary(open_source(Rows(bad=9_999, times=5)))

@@ -13,6 +13,7 @@ from tests.support.messages import assert_parts
 pytestmark = pytest.mark.processes
 
 TASK = """
+import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -25,6 +26,14 @@ task = sk.Task(
     optax.sgd(0.1),
     train_data={"x": x, "y": x.sum(1)},
 )
+
+class Noisy:
+    def __len__(self):
+        return 16
+    def __getitem__(self, i):
+        return {"x": x[i] + np.random.normal(size=2).astype(np.float32), "y": x[i].sum()}
+
+noisy = dataclasses.replace(task, train_data=Noisy())
 """
 
 CONFIG = """
@@ -90,3 +99,14 @@ def test_separate_models_in_one_job_are_rejected(folder):
     code, output = launch(folder, "foreign.py")
     assert code == 78, output
     assert_parts(output, "the job has 2 processes", found="JAX has joined 1", repair="cluster: {environment: none}")
+
+
+def test_processes_reject_different_contents_of_shared_rows(folder):
+    noisy = ("train", "run.yaml", "task=task.py:noisy", "checkpoint=null")
+    code, output = launch(folder, *noisy, "mesh={tensor: 2}", "layout={rules: [[w, [tensor]]]}")
+    assert code == 78, output
+    parts = {"found": "several of the 2 processes hold the same rows", "repair": "np.random.default_rng(i)"}
+    assert_parts(output, "train_data: rows differ each time they are read", **parts)
+    code, output = launch(folder, *noisy)  # each process has its own rows
+    assert code == 0, output
+    assert output.count("a resumed run is not bitwise identical") == 1
