@@ -176,7 +176,7 @@ class Program:
         step, which uses the gradient for nothing else, the latter are frozen."""
         roles = leaf_roles.declared_roles(self.task.frozen, self.task.overwritten, params)
         unread = leaf_roles.unread_gradients(self.optimizer, params, self._abstract_state.opt_state) - roles.keys()
-        if self.task.train_step is None:
+        if self.task.train_step is None and len(unread) + len(roles) < len(named_leaves(params)):
             roles |= dict.fromkeys(sorted(unread), "frozen")
         return roles, frozenset(unread)
 

@@ -104,7 +104,7 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         grads = sums.mean_gradient(loss) if context.reducer_returns_sums else sums.gradient
         if roles:
             new_values = {path: largest.value for path, largest in sums.overwritten.items()}
-            others = lambda path, p: new_values.get(path_name(path), jnp.zeros_like(p))
+            others = lambda path, p: new_values.get(path_name(path), jnp.zeros(p.shape, p.dtype))
             grads = leaf_roles.fill(grads, jax.tree.map_with_path(others, params))
         return (loss, metrics, new_state)[: len(args)], grads
 
