@@ -94,7 +94,7 @@ def trained(program):
     return state
 
 
-@pytest.mark.forms(6)
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "lookahead in a step"])
 def test_the_right_parameters_are_evaluated(name, mesh):

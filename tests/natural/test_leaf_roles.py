@@ -79,7 +79,7 @@ def fp8(request):
     return lambda p, b, key: sk.mean(losses(p, b), where=where(b)), plain
 
 
-@pytest.mark.forms(6)
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("own", [False, True], ids=["loss_fn", "train_step"])
@@ -170,7 +170,7 @@ def lora_by_hand():
     return by_hand(plain, lora_init(jax.random.key(0)), DATA, partitioned())
 
 
-@pytest.mark.forms(4)
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("how", ["detected", "declared", "state"])
