@@ -63,7 +63,8 @@ def _check_fits(
         f"restoring {directory / str(found.step)} into this task's state: {len(lines)} "
         f"{'leaf differs' if len(lines) == 1 else 'leaves differ'} (saved {len(found.leaves)}, requested "
         f"{len(requested)}).{shown}{more}\nA checkpoint fits only the model, optimizer and precision that it was "
-        "saved with; the mesh and the layout may change. Use the config that wrote it (it is in the "
+        "saved with; the mesh and the layout may change. To continue with another optimizer: train --reset opt_state; "
+        "with other parameters: train --reset 'PATTERN' of their paths. Or use the config that wrote it (it is in the "
         "checkpoint's record), or set run_dir to a new folder to start again from step 0."
     )
 

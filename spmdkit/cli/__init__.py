@@ -63,6 +63,10 @@ def train(
         list[str] | None,
         typer.Option(metavar="KEY", help="Allow resuming even though this setting changed: seed, train_data, ..."),
     ] = None,
+    reset: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PART", help="Initialize a part again on resume: opt_state, ema, or 'head/.*'"),
+    ] = None,
 ) -> None:
     """Train a config, from its newest checkpoint or from the start."""
     from spmdkit.cluster import detect_cluster
@@ -74,7 +78,7 @@ def train(
     if spec.role == "evaluator":
         evaluate_each(loaded, spec)
         return
-    run(loaded, allow_change=allow_change or ())
+    run(loaded, allow_change=allow_change or (), reset=reset or ())
 
 
 @app.command(epilog="Example: spmdkit eval configs/linear_regression.yaml")

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -378,6 +378,16 @@ class Program:
         mesh."""
         state: TrainState = call_user(lambda: self._compiled_init(jax.random.key(self.config.seed)), "init")
         return state
+
+    def init_leaves(self, paths: Collection[str]) -> dict[str, jax.Array]:
+        """Returns some leaves of the state before the first step by path. Only these are created."""
+        if not paths:
+            return {}
+        pick = lambda key: {path: x for path, x in named_leaves(self._create_state(key)) if path in paths}
+        placed = {path: x.sharding for path, x in named_leaves(self.abstract_state) if path in paths}
+        create = jax.jit(pick, out_shardings=placed)
+        leaves: dict[str, jax.Array] = call_user(lambda: create(jax.random.key(self.config.seed)), "init")
+        return leaves
 
     @functools.cached_property
     def lowered_init(self) -> jax.stages.Lowered:

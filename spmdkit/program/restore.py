@@ -11,8 +11,8 @@ While such a leaf is read, each device holds the copies of all old replicas or g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmdkit.checkpoint import nest
 from spmdkit.communication.sync.stale import DelayLineState
 from spmdkit.foundation.trees import named_leaves
+from spmdkit.program.changed_state import ChangedState, Restorable
 from spmdkit.program.program import Program
 from spmdkit.step.groups import groups
 from spmdkit.step.state import TrainState
@@ -29,16 +30,24 @@ OPTIONAL = (FIELD, "sync/", LINE, "opt_state/waiting")
 """Path prefixes of leaves that another run may not need."""
 
 
-class Restorable(Protocol):
-    """Saved states by step: `Checkpoints`, or the snapshot of `spmdkit.elastic.peer_memory`."""
+def restored(
+    checkpoints: Restorable, step: int, program: Program, reset: Sequence[str] | None = None, again: bool = False
+) -> tuple[TrainState, dict[str, Any], list[str]]:
+    """Returns (state, record of the checkpoint, lines for the user) of a saved step on the program's mesh.
 
-    def read_tree(self, step: int) -> dict[str, tuple[tuple[int, ...], str]]: ...
+    Args:
+        checkpoints: `Checkpoints`, or the snapshot of `spmdkit.elastic.peer_memory`.
+        reset: of `train --reset`; None: the leaves of the state must be those of the checkpoint.
+        again: as in `ChangedState`.
+    """
+    changed = None if reset is None else ChangedState(checkpoints, step, program, reset, again)
+    if changed is None or not changed.is_changed:
+        return _regrouped(checkpoints, step, program)
+    state, record, lines = _regrouped(changed, step, program)
+    return state, record, [*changed.lines, *lines]
 
-    def restore(self, step: int, abstract_state: Any, optional: Any = ()) -> tuple[Any, dict[str, Any]]: ...
 
-
-def restored(checkpoints: Restorable, step: int, program: Program) -> tuple[TrainState, dict[str, Any], list[str]]:
-    """Returns (state, record of the checkpoint, lines for the user) of a saved step on the program's mesh."""
+def _regrouped(checkpoints: Restorable, step: int, program: Program) -> tuple[TrainState, dict[str, Any], list[str]]:
     table = {path: shape for path, (shape, _) in checkpoints.read_tree(step).items()}
     num, requested = _saved_groups(program, table), None if program.groups is None else program.groups.num
     old_delay, delay = _saved_late(table), _late(program)

@@ -30,6 +30,7 @@ class TrainJob:
     allow_change: tuple[str, ...]
     signals: StopSignals
     keeps_memory: bool
+    reset: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,6 +71,7 @@ def train(
     cluster: Cluster | None = None,
     task: Task | None = None,
     allow_change: Sequence[str] = (),
+    reset: Sequence[str] = (),
 ) -> Result:
     """Trains a config to its last step, from the newest checkpoint in its run directory or from the initial state.
 
@@ -80,6 +81,8 @@ def train(
         task: replaces the task of the config.
         allow_change: settings that may differ from the checkpoint although they change the result: `seed`, `train_data`
             ...; see run/recovery/resume_check.py.
+        reset: parts of the restored state that are initialized again: `opt_state`, `ema`, or patterns of parameters;
+            see program/changed_state.py. A restart with the same value does not repeat it.
 
     Raises:
         ConfigError, CheckpointError: raised before anything in the directory changes.
@@ -91,7 +94,7 @@ def train(
     resume_check.check_allowed(allow_change)
     keeps_memory = allocator.one_arena(config.devices, os.environ)
     with StopSignals() as signals:
-        job = TrainJob(config, cluster, task, tuple(allow_change), signals, keeps_memory)
+        job = TrainJob(config, cluster, task, tuple(allow_change), signals, keeps_memory, tuple(reset))
         if config.elastic.in_process:
             result: Result = importlib.import_module("spmdkit.elastic.driver").train(job, train_once)
             return result
@@ -123,7 +126,16 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
                 cluster.barrier("compiled")
                 leave(0)
         run = stack.enter_context(
-            Run(config, cluster, program, signals, watchdog, driver=driver, allow_change=job.allow_change)
+            Run(
+                config,
+                cluster,
+                program,
+                signals,
+                watchdog,
+                driver=driver,
+                allow_change=job.allow_change,
+                reset=job.reset,
+            )
         )
         unsaved.enter_context(signals.nothing_to_save(report_and_leave, run_is_open=True))
         if health is not None:

@@ -66,9 +66,11 @@ class Run:
         *,
         driver: Driver = NO_DRIVER,
         allow_change: Sequence[str] = (),
+        reset: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
         self.config, self.cluster, self.program, self.clock = config, cluster, program, clock
+        self.reset = tuple(reset)
         self._allow_change, self._described = tuple(allow_change), dict[str, Any]()
         self.directory = config.resolved_run_dir()
         self.step, self.first_step = 0, 1
@@ -191,7 +193,7 @@ class Run:
             bucket.bring_skipped(self.config, self.cluster, self.directory)
         restored = self.driver.restored(self.cluster, self.program, self.checkpoints)
         if restored is None and self.checkpoints is not None:
-            restored = restore.newest_good(self.cluster, self.checkpoints, self.program)
+            restored = restore.newest_good(self.cluster, self.checkpoints, self.program, reset=self.reset)
         step, wrong, changed, lines = 0, dict[str, str](), list[resume_check.Change](), list[str]()
         if restored is not None:
             step, wrong = restored.step, restored.wrong
@@ -312,6 +314,7 @@ class Run:
             "mesh": {axis: size for axis, size in self.program.sizes.items() if size > 1},
             "randomness": rng.identity(),
             "hooks": self.hook_runner.state(),
+            "reset": list(self.reset),
             "skipped_batches": [list(pair) for pair in self.program.schedule.skipped],
             "left_out_rows": skipped_batches.left_out_rows(self.config, self.cluster, self.program),
             **self._extra_record,

@@ -39,7 +39,7 @@ class Restored(NamedTuple):
 
 
 def newest_good(
-    cluster: Cluster, checkpoints: Checkpoints, program: Program, most: int | None = None
+    cluster: Cluster, checkpoints: Checkpoints, program: Program, most: int | None = None, reset: Sequence[str] = ()
 ) -> Restored | None:
     """Returns the newest intact checkpoint up to step `most`; None if there is no checkpoint. Raises CheckpointError if
     all checkpoints are damaged, or the newest intact one is of a different model."""
@@ -52,7 +52,8 @@ def newest_good(
             break
         why, found = "", None
         try:
-            found = restored(checkpoints, step, program)
+            again = checkpoints.read_record(step).get("reset") == list(reset)  # a restart of the same command
+            found = restored(checkpoints, step, program, reset, again)
         except DamagedError as error:
             why = error.found
         why = cluster.first_problem("restored checkpoint", partial(str, why))

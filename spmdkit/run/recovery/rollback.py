@@ -21,6 +21,7 @@ class Returnable(RunView, Protocol):
     checkpoints: Checkpoints | None
     saves: Saves | None
     reporter: Reporter
+    reset: tuple[str, ...]
 
     def return_to(self, found: restore.Restored | None) -> None: ...
 
@@ -37,7 +38,7 @@ def go_back(run: Returnable, to_step: int | None, skip_batches: int, batches: Se
     target, found = 0, None
     if run.checkpoints is not None and run.saves is not None:
         run.saves.settle()
-        found = restore.newest_good(run.cluster, run.checkpoints, run.program, to_step)
+        found = restore.newest_good(run.cluster, run.checkpoints, run.program, to_step, run.reset)
         target = found.step if found else 0
         newest = restore.latest_for_all(run.cluster, run.checkpoints)
         if not target and newest is not None and to_step != 0:
