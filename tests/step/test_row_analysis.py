@@ -130,10 +130,11 @@ STATE = {
 """name -> (start, update, derived reduction)."""
 
 
-def test_reductions_of_the_model_state_are_derived():
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"fsdp": 4}, {"data": 2, "fsdp": 2}], ids=str)
+def test_reductions_of_the_model_state_are_derived(mesh):
     start = {name: x for name, (x, _, _) in STATE.items()}
     loss = lambda p, s, b, k: (sk.mean(errors(p, b)), {}, {n: STATE[n][1](s[n], p, b).astype(s[n].dtype) for n in s})
-    program, one = build(loss, state=start), build(loss, mesh={}, state=start)
+    program, one = build(loss, mesh=mesh, state=start), build(loss, mesh={}, state=start)
     table = {row.name: row for row in program.row_table}
     assert {n: table[f"state {n}"].replicas for n in STATE} == {n: kind for n, (_, _, kind) in STATE.items()}
     found, expected = (p.step(p.init(), next(iter(p.batches()))[1])[0].model_state for p in (program, one))
