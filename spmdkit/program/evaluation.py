@@ -26,7 +26,8 @@ from spmdkit.program.step_context import names_replicas
 from spmdkit.program.task import Task
 from spmdkit.step import rng, trace_context
 from spmdkit.step.checks.return_values import checked_loss
-from spmdkit.step.gradient import evaluate
+from spmdkit.step.dataflow.analysis import Usage
+from spmdkit.step.gradient import evaluate, evaluation_usages
 from spmdkit.step.metrics.base import Metric, empty_parts, merge_trees
 from spmdkit.step.metrics.mean import Mean
 from spmdkit.step.model_state import agreement
@@ -88,6 +89,11 @@ class Evaluator:
             return jax.jit(evaluate_batch, out_shardings=self._whole).lower(placed, abstract_state, abstract_batch)
 
         jaxpr, self._totals = call_user(trace, self._what)
+        self.row_usages: Sequence[Usage] = ()
+        if task.eval_fn is not None:
+            arguments = params, on_device.model_state, abstract_batch.examples
+            masked = dataclasses.replace(context, mask=abstract_batch.mask)
+            self.row_usages = evaluation_usages(masked, eval_fn, stateful, *arguments)
         if context.sharding.form == "plain" and names_replicas(jaxpr):
             context = context.with_sharding(form="mapped").for_new_trace()
             _, self._totals = call_user(trace, self._what)

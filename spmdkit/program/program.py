@@ -104,8 +104,6 @@ class Program:
         feeds = Feeds(self.feed, self._eval_feed)
         self.notes += check_rows(config, task, self.mesh, self.sizes, feeds)
         self._choose_form()
-        mixing = self.task.row_mixing or config.row_mixing
-        self.notes += row_warnings(self.row_usages, self._task_step.what, mixing, self.microbatches)
         trained = [self.abstract_batch] if self._step_context.usage.has_called("value_and_grad") else []
         evaluated = [self._eval_feed.abstract()] if self._eval_feed is not None else []
         self.notes += input_notes(config, [batch.examples for batch in (*trained, *evaluated)])
@@ -113,6 +111,8 @@ class Program:
             if self.evaluator.note:
                 self.notes.append(self.evaluator.note)
             check_best(config.checkpoint, self.evaluator.names)
+        mixing = self.task.row_mixing or config.row_mixing
+        self.notes += row_warnings(self.row_usages, self._task_step.what, mixing, self.microbatches)
 
     # ---- abstract
 
@@ -275,7 +275,8 @@ class Program:
     @property
     def row_usages(self) -> list[Usage]:
         """How rows enter each loss, metric and leaf of the model state."""
-        return [usage for usages in self._step_context.analyses.values() for usage in usages]
+        trained = [usage for usages in self._step_context.analyses.values() for usage in usages]
+        return [*trained, *(self.evaluator.row_usages if self.has_eval else ())]
 
     @property
     def row_table(self) -> list[Row]:

@@ -72,10 +72,12 @@ def _row(usage: Usage, declared: Kinds, microbatches: int, padded: bool) -> Row:
         why = f"no rule for {usage.unknown[0]}{f' at {usage.unknown[1]}' if usage.unknown[1] else ''}"
     elif usage.whole and not usage.mixed:
         why = f"rows of all replicas are read at {usage.whole}"
+    if usage.what == "evaluation metric":
+        microbatches, padded = 1, True
     over = "one microbatch" if microbatches == 1 else "passed on in sequence" if is_state else _ACROSS[usage.rows]
     padding = "none" if not padded else "checked by a second run" if is_state else "excluded"
     if not is_state:
-        name = usage.what if usage.what == "loss" else f"metric {usage.name}"
+        name = usage.what if usage.what == "loss" else f"{usage.what} {usage.name}"
         return Row(name, usage.rows, usage.keys, "", _ACROSS[usage.rows], over, padding, why)
     reduction = "unchanged" if usage.unchanged else declared.get(usage.name) or reduction_of(usage)
     over_replicas = reduction or "not defined: needs Task(state_reduction=...)"
@@ -109,28 +111,29 @@ def row_warnings(usages: Sequence[Usage], what: str, mixing: RowMixing, microbat
     Raises:
         ConfigError: rows are mixed and `mixing` is `error`.
     """
-    by_cause: dict[tuple[str, str | None], list[str]] = {}
+    by_cause: dict[tuple[str, str, str | None], list[str]] = {}
     for usage in usages:
         name = usage.what if usage.what == "loss" else f"{usage.what} '{usage.name}'"
+        function = "eval_fn" if usage.what == "evaluation metric" else what
         if usage.rows == "mixed across rows" and usage.what != "model state":
-            by_cause.setdefault(("mixed", usage.mixed), []).append(name)
-        elif usage.whole and microbatches > 1:
-            by_cause.setdefault(("whole", usage.whole), []).append(name)
+            by_cause.setdefault((function, "mixed", usage.mixed), []).append(name)
+        elif usage.whole and microbatches > 1 and function == what:
+            by_cause.setdefault((function, "whole", usage.whole), []).append(name)
         if usage.unknown is not None and usage.rows == "unknown":
-            by_cause.setdefault((usage.unknown[0], usage.unknown[1]), []).append(name)
+            by_cause.setdefault((function, *usage.unknown), []).append(name)
     texts = []
-    for (cause, line), names in by_cause.items():
-        at = f"{line}: " if line else ""
+    for (function, cause, line), names in by_cause.items():
+        at, results = f"{line}: " if line else "", ", ".join(names)
         if cause not in ("mixed", "whole"):
             texts.append(
-                f"{at}{what} computes {', '.join(names)} with {cause}, for which the analysis has no rule. How rows "
-                "enter is unknown. `spmdkit verify` compares the meshes."
+                f"{at}{function} computes {results} with {cause}, for which the analysis has no rule. How rows enter "
+                "is unknown. `spmdkit verify` compares the meshes."
             )
         elif mixing != "allow":
-            texts.append(f"{at}{what} mixes rows in {', '.join(names)}. {_mixed_text(cause, microbatches)}")
-    mixed = [text for text, (cause, _) in zip(texts, by_cause, strict=False) if cause in ("mixed", "whole")]
-    if mixed and mixing == "error":
-        raise ConfigError(f"row_mixing is error. {mixed[0]}")
+            text = f"{at}{function} mixes rows in {results}. {_mixed_text(cause, microbatches)}"
+            if mixing == "error":
+                raise ConfigError(f"row_mixing is error. {text}")
+            texts.append(text)
     return texts
 
 

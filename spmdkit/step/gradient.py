@@ -260,6 +260,39 @@ def _analysis(
     loss_fn: Loss, stateful: bool, context: Context, params: Any, state: Any, batch: Any, key: Any
 ) -> Sequence[Usage]:
     """Returns how rows enter the loss, its metrics and the model state; empty if the loss cannot be analyzed."""
+
+    def outputs(params: Any, state: Any, rows: Any, loss_key: Any) -> Any:
+        loss, metrics, new_state = checked_loss(
+            loss_fn(params, *((state,) if stateful else ()), rows, loss_key), stateful
+        )
+        return loss, metrics, _checked_state(state, new_state) if stateful else None
+
+    code = getattr(loss_fn, "__code__", type(loss_fn))
+    shapes = str(abstract((params, state, batch, key, context.mask)))
+    found = (context.usage.num_losses, code, shapes)
+    context.usage.num_losses += 1
+    if found not in context.analyses:
+        context.analyses[found] = _analyzed(context, outputs, params, state if stateful else None, batch, key)
+    usages: Sequence[Usage] = context.analyses[found]
+    return usages
+
+
+def evaluation_usages(
+    context: Context, eval_fn: Loss, stateful: bool, params: Any, state: Any, batch: Any
+) -> Sequence[Usage]:
+    """Returns how rows enter the metrics of a user's `eval_fn`; empty if it cannot be analyzed."""
+
+    def outputs(params: Any, state: Any, rows: Any, _: Any) -> Any:
+        return None, checked_metrics(eval_fn(params, *((state,) if stateful else ()), rows), "eval_fn"), None
+
+    usages = _analyzed(context, outputs, params, state if stateful else None, batch, None)
+    return [dataclasses.replace(usage, what="evaluation metric") for usage in usages]
+
+
+def _analyzed(
+    context: Context, outputs: Callable[..., Any], params: Any, state: Any, batch: Any, key: Any
+) -> Sequence[Usage]:
+    """Returns how rows enter the results of `outputs(params, state, rows, key of the loss)` of one replica."""
     sharding = context.sharding
     shape_of: Callable[[Any, tuple[int, ...]], Any] = lambda tree, lead: jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype), tree
@@ -267,42 +300,32 @@ def _analysis(
     whole = abstract((params, key))
     of_one = abstract(state) if sharding.state_groups is None else shape_of(state, ())
     num = _num_rows(batch) // (sharding.microbatches * (1 if context.inside else sharding.num_replicas))
-    code = getattr(loss_fn, "__code__", type(loss_fn))
-    found = (context.usage.num_losses, code, str((whole, of_one, shape_of((batch, context.mask), ()))), num)
-    context.usage.num_losses += 1
-    if found not in context.analyses:
-        inner = context.for_new_trace()
-        bound = {} if context.inside else ANALYZED_REPLICAS
-        if not context.inside:  # without the mesh
-            inner = inner.with_options(remat=None, remat_whole=False).with_sharding(
-                form="mapped",
-                mesh=None,
-                sizes=bound,
-                data_axes=("data",),
-                inner_axes=(),
-                microbatches=1,
-                placements=None,
-            )
+    inner = context.for_new_trace()
+    bound = {} if context.inside else ANALYZED_REPLICAS
+    if not context.inside:  # without the mesh
+        inner = inner.with_options(remat=None, remat_whole=False).with_sharding(
+            form="mapped",
+            mesh=None,
+            sizes=bound,
+            data_axes=("data",),
+            inner_axes=(),
+            microbatches=1,
+            placements=None,
+        )
 
-        def replica_inputs(num: int) -> Any:
-            rows = shape_of((batch, context.mask), (num,))
-            return (*rows, jax.ShapeDtypeStruct((num,), jnp.int32)), whole[1]
+    def replica_inputs(num: int) -> Any:
+        rows = shape_of((batch, context.mask), (num,))
+        return (*rows, jax.ShapeDtypeStruct((num,), jnp.int32)), whole[1]
 
-        def one_replica(state: Any, shared: Any, of_rows: Any, loss_key: Any) -> Any:
-            (params, key), (rows, mask, positions) = shared, of_rows
-            examples = trace_context.Examples(_num_rows(rows), mask, positions, key)
-            with trace_context.tracing(inner), trace_context.with_examples(examples):
-                model_state = (state,) if stateful else ()
-                cast = _cast_params(context, params)
-                out = loss_fn(cast, *model_state, _cast_inputs(context, rows), loss_key)
-            loss, metrics, new_state = checked_loss(out, stateful)
-            return loss, metrics, _checked_state(state, new_state) if stateful else None
+    def one_replica(state: Any, shared: Any, of_rows: Any, loss_key: Any) -> Any:
+        (params, key), (rows, mask, positions) = shared, of_rows
+        examples = trace_context.Examples(_num_rows(rows), mask, positions, key)
+        with trace_context.tracing(inner), trace_context.with_examples(examples):
+            return outputs(_cast_params(context, params), state, _cast_inputs(context, rows), loss_key)
 
-        larger = sharding.larger(("replica",)) + (("data",) if sharding.larger(sharding.data_axes) else ())
-        inputs = Inputs(of_one if stateful else None, whole, replica_inputs, num)
-        context.analyses[found] = analyze(one_replica, inputs, bound, REPLICA_AXES, larger or ("data",)) or ()
-    usages: Sequence[Usage] = context.analyses[found]
-    return usages
+    larger = sharding.larger(("replica",)) + (("data",) if sharding.larger(sharding.data_axes) else ())
+    inputs = Inputs(of_one, whole, replica_inputs, num)
+    return analyze(one_replica, inputs, bound, REPLICA_AXES, larger or ("data",)) or ()
 
 
 def _state_reductions(context: Context, state: Any, usages: Sequence[Usage]) -> agreement.Kinds:

@@ -95,6 +95,23 @@ def test_first_line_that_mixes_is_reported():
     assert note.startswith(f"tests/step/test_row_analysis.py:{line}: ")
 
 
+def test_metrics_of_an_evaluation_are_analyzed():
+    def eval_fn(p, b):
+        right = logits(p, b).argmax(-1) == b["label"]
+        precision = (right & (b["label"] == 1)).sum() / (b["label"] == 1).sum()
+        return {"accuracy": sk.mean(right), "precision": sk.scalar(precision)}
+
+    program = build(EQUAL["mse"].loss, eval_fn=eval_fn, eval_data=DATA)
+    table = {row.name: row.rows for row in program.row_table}
+    assert table == {
+        "loss": "as a mean",
+        "evaluation metric accuracy": "as a mean",
+        "evaluation metric precision": "mixed across rows",
+    }
+    [note] = warnings(program)
+    assert "eval_fn mixes rows in evaluation metric 'precision'" in note
+
+
 def test_row_mixing_is_an_error_or_allowed():
     loss = MIXED["batch norm"].loss
     with pytest.raises(ConfigError, match=r"row_mixing is error\. .*row_programs\.py:\d+: loss_fn mixes rows in loss"):

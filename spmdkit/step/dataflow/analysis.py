@@ -46,7 +46,7 @@ class Usage:
     """How rows enter one result.
 
     Attributes:
-        what: `loss`, `metric` or `model state`.
+        what: `loss`, `metric`, `model state`, or a metric of `eval_fn`.
         name: of the metric, or path of the leaf.
         rows: how rows enter.
         mixed: line of the user's code at which the rows of a replica were mixed, or None.
@@ -61,7 +61,7 @@ class Usage:
         unchanged: whether the loss returns a leaf of the model state as it was.
     """
 
-    what: Literal["loss", "metric", "model state"]
+    what: Literal["loss", "metric", "model state", "evaluation metric"]
     name: str
     rows: Rows
     mixed: str | None = None
@@ -140,7 +140,8 @@ def _usages(
     loss_flows, metric_flows = (jax.tree.map(lambda _: next(flows), part) for part in shapes[:2])
     leaves_in = jax.tree.leaves((inputs.state, inputs.shared, rows, replica))
     keys = key_uses(traced, [i for i, x in enumerate(leaves_in) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)])
-    usages = [replace(_usage("loss", "", shapes[0], loss_flows), keys=keys.text)]
+    loss_usages = [] if shapes[0] is None else [_usage("loss", "", shapes[0], loss_flows)]
+    usages = [replace(usage, keys=keys.text) for usage in loss_usages]
     usages += [_usage("metric", name, shapes[1][name], metric_flows[name]) for name in shapes[1]]
     leaves = named_leaves(shapes[2])
     if leaves:
