@@ -25,7 +25,7 @@ from spmdkit.program.state_layout import StateLayout, laid_out
 from spmdkit.program.step_context import reducer_of
 from spmdkit.program.task import Task
 from spmdkit.step.groups.groups import GROUPED, Groups, agreement_fn, mean, stack_state
-from spmdkit.step.leaf_roles import declared_role, for_trained
+from spmdkit.step.leaf_roles import for_trained
 
 
 def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Groups | None:
@@ -113,7 +113,7 @@ def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtr
     optimizer = optimizer if sync.optimizer is None else recorded(sync.optimizer(optimizer))
     if not (task.frozen or task.overwritten):
         return optimizer
-    return for_trained(optimizer, functools.partial(declared_role, task.frozen, task.overwritten))
+    return for_trained(optimizer, tuple(task.frozen), tuple(task.overwritten))
 
 
 def check_agreement(groups: Groups, params: Any, name: str) -> Any:

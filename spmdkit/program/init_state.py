@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -171,6 +172,7 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
     return recorded(optax.GradientTransformationExtraArgs(inner.init, update))
 
 
+@functools.lru_cache(maxsize=64)  # programs of one optimizer have equal states: it is static in the train state
 def _reporting(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that raises UserCodeError if a function of it, or a schedule, raises or returns another tree
     than optax requires."""

@@ -9,6 +9,7 @@ Wire: nothing for a frozen leaf; one all-reduce of a maximum for all overwritten
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -122,10 +123,12 @@ def fill(tree: Any, whole: Any) -> Any:
     return jax.tree.map_with_path(leaf, whole)
 
 
+@functools.lru_cache(maxsize=64)  # programs of one optimizer have equal states: it is static in the train state
 def for_trained(
-    optimizer: optax.GradientTransformationExtraArgs, role_of: Callable[[str], Role | None]
+    optimizer: optax.GradientTransformationExtraArgs, frozen: tuple[str, ...], overwritten: tuple[str, ...]
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that updates only the parameters without a role, and stores a state only for them."""
+    role_of = functools.partial(declared_role, frozen, overwritten)
     kept: Callable[[Any], Any] = lambda tree: select(tree, lambda path: role_of(path) is None, optax.MaskedNode())
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:

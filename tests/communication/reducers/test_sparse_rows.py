@@ -135,7 +135,7 @@ def test_dense_table_is_rejected_after_first_batch_only():
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    "options, assert_parts",
     [
         ({"leaves": "embed"}, ("'embed' matches no leaf", "'table', 'head'", "", "reducer: sum")),
         ({"leaves": ["table", "bias"]}, ("'bias'", "[8] on a device", "no rows", "tables only")),
@@ -149,7 +149,7 @@ def test_unsuitable_tables_are_rejected_before_first_step(options, assert_parts)
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    "options, assert_parts",
     [
         ({"leaves": []}, ("sparse_rows.leaves is []", "whole paths", "Write leaves: [embed]")),
         ({"leaves": "("}, ("'(' is not a valid pattern", "regular expression")),
