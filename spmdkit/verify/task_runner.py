@@ -199,6 +199,7 @@ class TaskRunner:
             optimizer=recording_optimizer(optimizer) if watched else optimizer,
             train_data=self._rows("train_data", self._num_train(setting)),
             eval_data=self._rows("eval_data", self._num_eval()) if evaluated else None,
+            row_mixing="allow",  # it compares the meshes itself
         )
         return task if task.loss_fn is None else dataclasses.replace(task, loss_fn=with_count_metric(task.loss_fn))
 

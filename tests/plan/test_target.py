@@ -38,7 +38,7 @@ def test_devices_and_parts_of_a_target(text, num_devices, parts):
         ("tpu:v5p:4x4x4*0", "joins up to 64"),
         ("tpu:v5p:16x16x28", "Try --target tpu:v5p:16x16x24"),
         ("gpu:h300:8", "Did you mean 'h200'?"),
-        ("gpu:h100:12", "Hosts are full. Try gpu:h100:8"),
+        ("gpu:h100:12", "Every host must be full. Try gpu:h100:8"),
         ("gpu:h100:8x", "hosts x GPUs"),
         ("cpu:0", "N from 1 to 4096"),
         ("here:2", "no machine"),

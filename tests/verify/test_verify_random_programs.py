@@ -21,6 +21,7 @@ def test_verify_and_explain_agree(seed):
         runner = CaseRunner(TaskRunner(config, task, ROWS, 2))
         runner.reference(Setting({}, short=runner.task_runner.short))
         found = runner.case({"data": 4}, 1, whole=False)
-        notes = runner.task_runner.program(Setting({"data": 4}, 1)).notes
+        four = sk.Config(task="t.py:t", batch_size=ROWS, steps=2, mesh={"data": 4})
+        notes = sk.build(four, task=task, devices=jax.devices()[:4]).notes
     reported = any("mixes rows" in note for note in notes)
     assert (found["passed"], reported) == (not mixes, mixes), (names, list(state), found)
