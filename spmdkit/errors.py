@@ -32,8 +32,8 @@ OUTCOMES: Mapping[str, tuple[ExitCode, str]] = {
     "check failed": (
         ExitCode.CHECK_FAILED,
         (
-            "`verify`, `doctor` or `health_check` found a difference, a `drill` failed, or a loss of `bench` is above "
-            "its bound"
+            "`verify`, `doctor` or `health_check` found a difference, a `drill` failed, a loss of `bench` is above its "
+            "bound, or `migrate` found settings that change training and have no counterpart"
         ),
     ),
     "preempted": (ExitCode.PREEMPTED, "stopped and saved, start again"),

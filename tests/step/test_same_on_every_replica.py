@@ -89,5 +89,5 @@ def test_identical_loss_has_its_gradient_once(beside, microbatches):
     ids=["examples", "a sum", "by hand"],
 )
 def test_what_another_sum_makes_too_large_is_refused(metric):
-    with pytest.raises(ConfigError, match=r"reduced twice.*is a sk\.scalar"):
+    with pytest.raises(ConfigError, match=r"reduced twice.*is an sk\.scalar"):
         run(lambda p, x, key: (sk.mean(square(p["w"], x)), {"m": metric(p, x)}))

@@ -28,7 +28,7 @@ def task(width=8, wrong=False, dies=False):
 
     def loss_fn(params, batch, key):
         devices = lax.psum(1, ("replica", "data"))
-        if dies and devices > 1:
+        if dies and 1 < devices < 9:  # not in the analysis of rows, which has more replicas
             os.abort()
         print("a word of the user's, on standard output")
         error = jnp.tanh(batch["x"] @ params["w"]).sum(-1) - batch["x"].sum(-1)

@@ -40,7 +40,7 @@ def test_line_is_located_on_other_meshes(case):
 @pytest.mark.parametrize(("case", "says"), WORDS.items())
 def test_difference_and_axes_are_reported(case, says):
     found = located.locate_line(*located.OTHERS.get(case, case.split()))
-    assert says in found.words, found
+    assert says in found.text, found
 
 
 @pytest.mark.slow

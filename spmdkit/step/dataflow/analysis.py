@@ -136,7 +136,11 @@ def _usages(
     lead = [Flow(tag="old")] * len(jax.tree.leaves(inputs.state)) + [NONE] * len(jax.tree.leaves(inputs.shared))
     of_rows = [Flow("row", 0, num, int(np.prod(x.shape[1:])) or 1) for x in jax.tree.leaves(rows)]
     given = [*lead, *of_rows, *[NONE] * len(jax.tree.leaves(replica))]
-    flows = iter(flows_of(traced, given, num, math.prod(bound.values()), unique, axes, needed))
+    try:
+        found = flows_of(traced, given, num, math.prod(bound.values()), unique, axes, needed)
+    except Exception:  # noqa: BLE001 - an unusual program is not refused because its analysis fails
+        found = [Flow("unknown")] * len(traced.jaxpr.outvars)
+    flows = iter(found)
     loss_flows, metric_flows = (jax.tree.map(lambda _: next(flows), part) for part in shapes[:2])
     leaves_in = jax.tree.leaves((inputs.state, inputs.shared, rows, replica))
     keys = key_uses(traced, [i for i, x in enumerate(leaves_in) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)])
@@ -258,4 +262,6 @@ def _with_lines(
         lines[mark] = None if eqn is None else compat.user_line(eqn)
     eqn = next((f.unknown for f in flows if f.unknown is not None), None)
     unknown: tuple[str, str | None] | None = None if eqn is None else (eqn.primitive.name, compat.user_line(eqn))
+    if eqn is None and any(flow.how == "unknown" for flow in flows):
+        unknown = ("an operation", None)
     return Usage(what, name, rows, lines["mixed"], lines["whole"], unknown, "", *rest)

@@ -41,9 +41,9 @@ def _other(eqn: Any, flows: Sequence[Flow], mixes: bool = True) -> Flow:
 
 
 def _mixed_row(eqn: Any, flows: Sequence[Flow]) -> Flow:
-    """Returns a value on the rows of the first `row` value that depends on other rows too."""
-    row = next(f for f in flows if f.is_row)
-    return replace(row, tag="", **mixing(eqn, flows))
+    """Returns a value on the rows of the first `row` value, if there is one, that depends on other rows too."""
+    row = next((f for f in flows if f.is_row), None)
+    return _other(eqn, flows) if row is None else replace(row, tag="", **mixing(eqn, flows))
 
 
 # ---- reductions
