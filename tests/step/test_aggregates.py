@@ -262,7 +262,7 @@ def refused_metric(match, metric):
 
 def test_aggregates_are_no_loss_and_must_merge():
     refused(r"loss_fn returned an sk\.sum of shape \(\) as its loss.*sk\.mean", loss_fn=lambda *_: sk.sum(1.0))
-    asked = r"metric 'a' as .*3.*A metric is a sk\.mean, sk\.sum, sk\.max or sk\.bincount"
+    asked = r"metric 'a' as .*3.*A metric is an sk\.mean, sk\.sum, sk\.max or sk\.bincount"
     refused(asked, loss_fn=lambda *_: (sk.mean(1.0), {"a": jnp.ones(3)}))
     refused(asked, loss_fn=lambda *_: (sk.mean(1.0), {"a": sk.Sum(jnp.ones(3))}))
     refused(asked, train_step=lambda state, batch: (state, {"a": jnp.ones(3)}), loss_fn=None)
