@@ -1,5 +1,5 @@
-"""Restores a state into a run whose state has other leaves: after a change of the optimizer, `ema`, the precision or
-the model.
+"""Restores a saved state into a run with other leaves: after a change of the optimizer, `ema`, the precision or the
+model.
 
 | leaf | value |
 | --- | --- |
