@@ -223,6 +223,9 @@ class Watchdog(Section):
     """Seconds that the run waits for a save; checkpoint.timeout_s usually expires first."""
     evaluation_timeout_s: fields.Seconds = 3600.0
     """Seconds for a batch of an evaluation, or for a hook."""
+    hook_timeout_s: fields.Seconds = 60.0
+    """Seconds for which a process may be in a hook after another process has left it. A hook that is slow on all
+    processes is not affected."""
     interpreter_timeout_s: fields.Seconds | None = 600.0
     """Seconds for which C code may hold the interpreter lock; then launch ends the process with 76, and a process
     without launch exits with 1; null: no limit."""

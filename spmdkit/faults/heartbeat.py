@@ -45,6 +45,8 @@ class Beat:
     for_s: float  # seconds in the phase, without pauses
     limit_s: float | None  # limit of `for_s`; None: no limit while it waits for others
     spent: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds so far
+    hook: str = ""  # the user-defined hook, with the line, in which it is
+    hooks_passed: int = 0
 
     @property
     def works(self) -> bool:
@@ -134,6 +136,21 @@ def culprits(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int,
     return tuple(sorted(p for p, b in in_step.items() if b.step == least))
 
 
+class OneSidedHooks:
+    """Finds processes that are inside a hook for longer than `limit_s` after another process has left it."""
+
+    def __init__(self, limit_s: float):
+        self._limit_s, self._since = limit_s, dict[int, tuple[int, float]]()
+
+    def look(self, now: float, beats: Mapping[int, Beat]) -> tuple[int, ...]:
+        """Returns the processes to blame at `now`, none while all processes are in the same hook."""
+        ahead = max(beat.hooks_passed for beat in beats.values())
+        behind = {p: b.hooks_passed for p, b in beats.items() if b.hook and b.hooks_passed < ahead}
+        since = self._since
+        self._since = {p: since[p] if p in since and since[p][0] == n else (n, now) for p, n in behind.items()}
+        return tuple(sorted(p for p, (_, begun) in self._since.items() if now - begun > self._limit_s))
+
+
 def silent(now: float, seen: Mapping[int, float], others: Iterable[int], limit_s: float) -> list[int]:
     """Returns the processes without a new heartbeat for `limit_s`, or without any in twice that time; `seen`: the time
     of each process's last new heartbeat."""
@@ -196,6 +213,13 @@ def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: s
             f"{hint} A silent process is stopped, its machine is lost or unreachable, or its interpreter is blocked. "
             f"No step is possible without it. {newest} See to it, and start all processes again.".replace("  ", " ")
         )
+    if hook := verdict.get("hook"):
+        return (
+            f"no progress: {who} {'is' if len(blamed) == 1 else 'are'} in hook {hook} for longer than "
+            "watchdog.hook_timeout_s after another process left it. A computation on a sharded state needs all "
+            'processes. Call run.gather(tree) on all processes (on="all", outside of `if run.cluster.is_main:`) and '
+            f"use its arrays on one. {newest} Raise watchdog.hook_timeout_s for a hook that is slow on one process."
+        ).replace("  ", " ")
     key = LIMIT_OF.get(last.phase, "evaluation_timeout_s") if last else "step_timeout_s"
     limit = last.limit_s if last else None
     allowed = "" if limit is None else f" It may take {limit:.0f} s (watchdog.{key})."

@@ -11,6 +11,8 @@ import threading
 import traceback
 from types import FrameType
 
+from spmdkit.faults.error_mapping import is_runtime
+
 MAX_FRAMES = 10
 MONITOR_THREADS = ("spmdkit-watch", "spmdkit-beat", "spmdkit-last", "spmdkit-signals", "spmdkit-stop")
 """Threads that never hang."""
@@ -31,6 +33,14 @@ def stacks(main: int | None) -> str:
             continue
         parts.append("\n".join([f"{'training thread' if ident == main else name}:", *text]))
     return "\n".join(parts)
+
+
+def user_line(thread: int | None) -> str:
+    """Returns ` at FILE:LINE` of the innermost user code of a thread, or an empty text."""
+    frame = sys._current_frames().get(thread or 0)
+    lines = [(f.filename, f.lineno) for f in traceback.extract_stack(frame)] if frame is not None else []
+    own = [f" at {file}:{line}" for file, line in lines if not is_runtime(file)]
+    return own[-1] if own else ""
 
 
 def _idle(lines: list[str]) -> bool:

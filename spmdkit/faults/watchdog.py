@@ -29,7 +29,17 @@ from typing import Any, Protocol
 
 from spmdkit.errors import ExitCode, SpmdkitError
 from spmdkit.faults import exit_handler, stacks
-from spmdkit.faults.heartbeat import Beat, Limits, Stragglers, culprits, from_text, hang_report, silent, to_text
+from spmdkit.faults.heartbeat import (
+    Beat,
+    Limits,
+    OneSidedHooks,
+    Stragglers,
+    culprits,
+    from_text,
+    hang_report,
+    silent,
+    to_text,
+)
 from spmdkit.faults.launcher_channel import launcher_of
 from spmdkit.foundation import phase
 from spmdkit.foundation.clock import RunningClock
@@ -68,6 +78,7 @@ class Watchdog:
         board, folder: the store that the processes share; None: there is one process.
         heartbeat_timeout_s: a process without a heartbeat for this time is lost.
         interpreter_timeout_s: a process in which no Python runs for this time is ended; None: never.
+        hook_timeout_s: a process in a hook for this time after another has left the hook blocks the job.
         leave: ends the process.
     """
 
@@ -81,6 +92,7 @@ class Watchdog:
         *,
         heartbeat_timeout_s: float,
         interpreter_timeout_s: float | None,
+        hook_timeout_s: float = 60.0,
         leave: Callable[[int], Any] = exit_handler.leave,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -103,7 +115,7 @@ class Watchdog:
         self._talking_since: float | None = None
         self._number, self._sent_at = 0, -self._beat_s  # number and send time of the last heartbeat
         self._stamps: dict[int, str] = {}
-        self._stragglers = Stragglers()
+        self._stragglers, self._one_sided_hooks = Stragglers(), OneSidedHooks(hook_timeout_s)
         self._last_beat, self._mistakes = -HEARTBEAT_INTERVAL_S, 0
         self._on_stop: Any = None  # the previous handler of SIGTSTP
         self._stopped = threading.Event()
@@ -173,7 +185,10 @@ class Watchdog:
         if place.number != self._place.number:
             self._place, self._since = place, now
         limit = self._limits.of(place.phase, self.step_s)
-        return Beat(place.phase, place.detail, place.step, now - self._since, limit, dict(phase.seconds_by_phase))
+        hook, passed = phase.current_hook()
+        hook = f"'{hook}'{stacks.user_line(self._main)}" if hook else ""
+        spent = dict(phase.seconds_by_phase)
+        return Beat(place.phase, place.detail, place.step, now - self._since, limit, spent, hook, passed)
 
     def _judge(self, now: float) -> None:
         if self._alarm is not None:
@@ -189,7 +204,10 @@ class Watchdog:
         beats = self._beats()
         quiet = [p for p, (when, _) in self._seen.items() if now - when > HANG_SUSPECT_S + 2 * self._beat_s]
         if blamed := culprits(beats, quiet):
-            self._end({"code": int(ExitCode.HANG), "processes": list(blamed), "why": "hang"})
+            return self._end({"code": int(ExitCode.HANG), "processes": list(blamed), "why": "hang"})
+        if blamed := self._one_sided_hooks.look(now, beats):
+            hook = beats[blamed[0]].hook
+            self._end({"code": int(ExitCode.HANG), "processes": list(blamed), "why": "hang", "hook": hook})
 
     def _patience_s(self, code: int | None) -> float:
         """Returns how long the training thread may take to report its own error after a process exited with `code`."""
@@ -352,7 +370,9 @@ def watching(
     watchdog = None
     if options is not None:
         limits = Limits(**{name: getattr(options, name) for name in Limits.__dataclass_fields__})
-        others = {name: getattr(options, name) for name in ("heartbeat_timeout_s", "interpreter_timeout_s")}
+        others = {
+            name: getattr(options, name) for name in ("heartbeat_timeout_s", "interpreter_timeout_s", "hook_timeout_s")
+        }
         watchdog = Watchdog(board, folder, process, num_processes, limits, **others)
         watchdog.start()
     try:

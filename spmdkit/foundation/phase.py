@@ -45,12 +45,13 @@ seconds_by_phase: dict[str, float] = defaultdict(float)
 
 
 _ends_since = float("-inf")
+_hook = ("", 0)
 
 
 def begin() -> None:
     """Makes the calling thread the training thread."""
-    global _owner, _phase, _ends_since
-    _ends_since = float("-inf")
+    global _owner, _phase, _ends_since, _hook
+    _ends_since, _hook = float("-inf"), ("", 0)
     _owner = threading.get_ident()
     _phase = Phase("begin", "", 0, time.monotonic(), _phase.number + 1)
     seconds_by_phase.clear()
@@ -97,6 +98,29 @@ def during(phase: str, detail: str = "") -> Iterator[None]:
         yield
     finally:
         enter(before.phase, detail=before.detail)
+
+
+@contextmanager
+def in_hook(name: str) -> Iterator[None]:
+    """Context manager of a call of a user-defined hook."""
+    global _hook
+    _hook = name, _hook[1]
+    try:
+        with during(f"hook '{name}'"):
+            yield
+    finally:
+        _hook = "", _hook[1]
+
+
+def pass_hook() -> None:
+    """Counts a call of a user-defined hook that this process has completed, or that runs on process 0 only."""
+    global _hook
+    _hook = "", _hook[1] + 1
+
+
+def current_hook() -> tuple[str, int]:
+    """Returns (the user-defined hook in which this process is or "", the number of calls that it has passed)."""
+    return _hook
 
 
 def waiting(what: str) -> AbstractContextManager[None]:

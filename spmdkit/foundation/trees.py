@@ -57,6 +57,18 @@ def describe(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
+def whole_on_host(x: Any) -> np.ndarray:
+    """Returns an array of any sharding as a numpy array; typed keys as their data. All processes call it."""
+    x = jax.random.key_data(x) if is_key(x) else x
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if not x.is_fully_replicated:
+            from jax.experimental import multihost_utils
+
+            return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+        x = x.addressable_data(0)
+    return np.asarray(x)
+
+
 def first_difference(before: Any, after: Any) -> str | None:
     """Returns as text the first leaf that differs in path, shape or dtype between two trees, or None."""
     old, new = ({path: describe(_canonical(leaf)) for path, leaf in named_leaves(tree)} for tree in (before, after))

@@ -23,26 +23,26 @@ class HookRunner:
 
     Attributes:
         generation: the number of rollbacks; part of the name of an agreement, because steps repeat.
+        on_main_only: the user-defined hook in which only process 0 is, of several processes; otherwise None.
     """
 
     def __init__(self, hooks: Sequence[Hook], cluster: Cluster, last_step: int, lag: int):
-        here = [hook for hook in hooks if hook.on == "all" or cluster.is_main]
         self._hooks, self._cluster, self._last, self._lag = list(hooks), cluster, last_step, lag
-        self._here = here
         self._ours = frozenset(plugins.names("default_hooks"))
         self._now: list[Action] = []  # performed after this step
         self._pending: list[Action] = []  # require an agreement
         self.generation = 0
+        self.on_main_only: str | None = None
 
     def after_step(self, run: RunView, step: int, state: Any, metrics: Any) -> None:
         """Calls `after_step` of the hooks that are due."""
-        for hook in self._here:
+        for hook in self._hooks:
             if hook.after_step and (hook.every is None or step % hook.every == 0 or step == self._last):
                 self._request(hook, "after_step", run, step, state, metrics)
 
     def call(self, what: str, *args: Any) -> None:
         """Calls `begin`, `before_step`, `after_eval`, `after_save` or `end` of every hook that defines it."""
-        for hook in self._here:
+        for hook in self._hooks:
             if getattr(hook, what) is not None:
                 self._request(hook, what, *args)
 
@@ -52,7 +52,10 @@ class HookRunner:
         return any(hook.name not in self._ours for hook in self._hooks)
 
     def _request(self, hook: Hook, what: str, *args: Any) -> None:
-        action = self._called(hook, what, getattr(hook, what), *args)
+        runs_here = hook.on == "all" or self._cluster.is_main
+        action = self._called(hook, what, getattr(hook, what), *args) if runs_here else None
+        if hook.name not in self._ours:
+            phase.pass_hook()
         if action is None:
             return
         if not isinstance(action, get_args(Action)):
@@ -73,12 +76,17 @@ class HookRunner:
         try:
             if hook.name in self._ours:
                 return call(*args)
-            with phase.during(f"hook '{hook.name}'"):
+            self.on_main_only = hook.name if hook.on == "main" and self._cluster.num_processes > 1 else None
+            with phase.in_hook(hook.name):
                 return call(*args)
         except (Exception, SystemExit, GeneratorExit) as error:
+            if "non-addressable" in str(error):
+                error.add_note("run.gather(tree) returns host arrays on every process. Call it on all processes.")
             if hook.name not in self._ours:  # an error of a built-in hook is an error of the step
                 user_code.call_user(partial(_raise, error), f"hook '{hook.name}': {what}", is_model=False)
             raise
+        finally:
+            self.on_main_only = None
 
     def _everywhere(self, hook: Hook, action: ReplaceState) -> ReplaceState:
         """Returns the action once every process has requested it: a state is never sent to other processes."""

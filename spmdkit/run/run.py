@@ -21,10 +21,11 @@ from spmdkit.checkpoint import Checkpoints, Remote
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.data import DeviceBatches
-from spmdkit.errors import CheckpointWriteError, Preempted
+from spmdkit.errors import CheckpointWriteError, Preempted, UserCodeError
 from spmdkit.faults import ExitRequested, StopSignals, Watchdog, describe, taken_over
 from spmdkit.foundation.run_status import StepMark
 from spmdkit.foundation.timeouts import OWNERSHIP_RECHECK_S, SAVE_ABANDON_S
+from spmdkit.foundation.trees import whole_on_host
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.report.run import write_report
 from spmdkit.program.dispatch_limit import most_in_flight
@@ -254,6 +255,20 @@ class Run:
         self.step = 0
         if self.checkpoints is not None:
             self.checkpoints.saved_step = 0
+
+    def gather(self, tree: Any) -> Any:
+        """Returns the tree with whole numpy arrays, on every process; typed keys as their data. All processes call it:
+        each leaf is replicated on the devices, one after the other.
+
+        Raises:
+            UserCodeError: only process 0 calls it, in a hook with `on="main"`.
+        """
+        if (name := self.hook_runner.on_main_only) is not None:
+            raise UserCodeError(
+                f"hook '{name}': run.gather is called on process 0 only. All processes hold parts of the arrays, and "
+                'gather them together. Write sk.Hook(..., on="all").'
+            )
+        return jax.tree.map(whole_on_host, tree)
 
     def is_log_step(self, step: int) -> bool:
         """Returns whether the metrics of `step` are written: the first, every `log.every_steps`, the last."""

@@ -8,6 +8,7 @@ from spmdkit.errors import RendezvousError
 from spmdkit.faults.heartbeat import (
     Beat,
     Limits,
+    OneSidedHooks,
     Stragglers,
     culprits,
     from_text,
@@ -184,3 +185,17 @@ def test_straggler_is_named_after_two_windows():
         slow = float(second) if second < 10 or second > 20 else 10.0  # but not in the second window
         said += [(second, *look.look(second, {0: {"data": 0.0}, 1: {"data": slow}}))]
     assert [second for second, *lines in said if lines] == [40, 60]
+
+
+def test_hook_of_one_process_is_limited_once_another_has_left_it():
+    inside = lambda passed: Beat("hook 'a'", "", 3, 0.0, None, {}, "'a' at mine.py:3", passed)
+    outside = lambda passed: Beat("step", "", 3, 0.0, None, {}, "", passed)
+    hooks = OneSidedHooks(60.0)
+    assert hooks.look(0.0, {0: inside(4), 1: inside(4), 2: outside(4)}) == ()  # nobody has left it: 2 comes later
+    assert hooks.look(500.0, {0: inside(4), 1: outside(5), 2: inside(4)}) == ()
+    assert hooks.look(550.0, {0: inside(4), 1: outside(5), 2: outside(5)}) == ()
+    assert hooks.look(561.0, {0: inside(4), 1: inside(5), 2: outside(5)}) == (0,)
+    assert hooks.look(562.0, {0: inside(5), 1: outside(6), 2: outside(6)}) == ()  # another call
+    verdict = {"why": "hang", "processes": [0], "hook": "'a' at mine.py:3"}
+    text = hang_report(verdict, {0: inside(4), 1: outside(5)}, "No checkpoint was saved yet.")
+    assert "process 0 is in hook 'a' at mine.py:3" in text and "run.gather(tree) on all processes" in text

@@ -78,6 +78,9 @@ class RunView(Protocol):
     def numbers(self, step: int, values: DeviceMetrics) -> Metrics:
         """Returns the metrics of `step` on the host. Waits for the devices."""
 
+    def gather(self, tree: Any) -> Any:
+        """Returns the tree with whole numpy arrays, on every mesh and process. All processes call it."""
+
     def is_log_step(self, step: int) -> bool:
         """Returns whether the metrics of `step` are written."""
 
