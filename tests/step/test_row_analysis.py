@@ -1,5 +1,7 @@
 """How rows enter a loss, its metrics and the model state, read from the jaxpr before the first step."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -266,3 +268,25 @@ def test_uses_of_keys_are_counted(name):
     program = build(lambda p, b, k: sk.mean(errors(p, b)) + 0 * sk.mean(draw(b, k)))
     [row] = program.row_table
     assert row.keys == expected if expected in (ONCE, "not used") else row.keys.startswith(f"{expected}tests/step/")
+
+
+GENERATOR = np.random.default_rng(0)
+TRACED_ONCE = {
+    "np.random": lambda h: h + np.random.normal(size=(CLASSES,)).astype(np.float32),
+    "a generator": lambda h: h * GENERATOR.random(),
+    "in a jitted function": lambda h: jax.jit(lambda h: h + np.random.rand(CLASSES).astype(np.float32))(h),
+    "in a scan": lambda h: jax.lax.scan(lambda c, _: (c * np.float32(np.random.rand()), None), h, None, length=2)[0],
+    "the time": lambda h: h * (time.perf_counter() % 1),
+}
+
+
+@pytest.mark.parametrize("name", TRACED_ONCE)
+def test_numbers_made_while_tracing_are_refused(name):
+    loss = lambda p, b, k: sk.mean((TRACED_ONCE[name](logits(p, b)) - b["y"]) ** 2)
+    with pytest.raises(ConfigError, match=r"test_row_analysis\.py:\d+: loss_fn uses a number that is made while it is"):
+        build(loss)
+
+
+def test_constant_arrays_are_accepted():
+    weights = np.random.default_rng(0).normal(size=(CLASSES,)).astype(np.float32)
+    build(lambda p, b, k: sk.mean((logits(p, b) * weights * np.float32(0.5) - np.nan_to_num(b["y"].shape[1])) ** 2))

@@ -1,4 +1,5 @@
-"""`verify` reports a difference on {data: 4} for exactly those random programs that `explain` warns of."""
+"""`explain` warns of every random program that `verify` reports as different on {data: 4}, and of no other one without a
+part that mixes rows. A layer norm after a scale of all rows leaves nothing of the mixing."""
 
 import jax
 import optax
@@ -24,4 +25,4 @@ def test_verify_and_explain_agree(seed):
         four = sk.Config(task="t.py:t", batch_size=ROWS, steps=2, mesh={"data": 4})
         notes = sk.build(four, task=task, devices=jax.devices()[:4]).notes
     reported = any("mixes rows" in note for note in notes)
-    assert (found["passed"], reported) == (not mixes, mixes), (names, list(state), found)
+    assert reported == mixes and (found["passed"] or reported), (names, list(state), found)

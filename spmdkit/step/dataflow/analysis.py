@@ -18,6 +18,7 @@ import numpy as np
 
 from spmdkit import compat
 from spmdkit.foundation.trees import named_leaves
+from spmdkit.step.dataflow.constants import check_constants
 from spmdkit.step.dataflow.flow import NONE, Flow
 from spmdkit.step.dataflow.keys import key_uses
 from spmdkit.step.dataflow.walk import flows_of
@@ -128,10 +129,17 @@ def _usages(
     num: int,
     unique: bool,
 ) -> list[Usage] | None:
-    """Returns how rows enter each result of a loss of `num` rows, or None if it cannot be traced."""
+    """Returns how rows enter each result of a loss of `num` rows, or None if it cannot be traced.
+
+    Raises:
+        ConfigError: a constant of the loss differs between two traces.
+    """
     traced, shapes = _traced(loss, inputs, bound, num)
     if traced is None:
         return None
+    again, _ = _traced(loss, inputs, bound, num)
+    if again is not None:
+        check_constants(traced, again)
     rows, replica = inputs.of_rows(num)
     lead = [Flow(tag="old")] * len(jax.tree.leaves(inputs.state)) + [NONE] * len(jax.tree.leaves(inputs.shared))
     of_rows = [Flow("row", 0, num, int(np.prod(x.shape[1:])) or 1) for x in jax.tree.leaves(rows)]
@@ -155,7 +163,8 @@ def _usages(
 
 def _traced(loss: Any, inputs: Inputs, bound: Mapping[str, int], num: int) -> tuple[Any, Any]:
     """Returns (jaxpr, shapes of the results) of the loss of `num` rows, or nothing if it cannot be traced."""
-    make = jax.make_jaxpr(loss, axis_env=list(bound.items()) or None, return_shape=True)
+    uncached = lambda *args: loss(*args)  # JAX caches the trace of a function
+    make = jax.make_jaxpr(uncached, axis_env=list(bound.items()) or None, return_shape=True)
     try:
         return make(inputs.state, inputs.shared, *inputs.of_rows(num))
     except Exception:  # noqa: BLE001 - a loss for one number of rows; the trace of the step reports other errors
