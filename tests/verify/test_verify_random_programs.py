@@ -1,5 +1,8 @@
-"""`explain` warns of every random program that `verify` reports as different on {data: 4}, and of no other one without a
-part that mixes rows. A layer norm after a scale of all rows leaves nothing of the mixing."""
+"""`explain` warns of every random program that `verify` reports as different on {data: 4}.
+
+It warns of no program without a part that mixes rows. A layer norm after a scale of all rows leaves nothing of the
+mixing, so `verify` reports some programs as equal that `explain` warns of.
+"""
 
 import jax
 import optax
