@@ -57,11 +57,11 @@ class Checkpoints:
 
     Attributes:
         saved_step: the step of the newest state that is committed or being written; 0: none.
-        owed: the step of the newest save until it is committed, including a failed save; the same on every process.
+        unfinished_step: step of the newest save until it is committed, also of a failed one; equal on all processes.
     """
 
     saved_step = 0
-    owed: int | None = None
+    unfinished_step: int | None = None
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Checkpoints:
     def save(
         self, step: int, state: Any, record: Mapping[str, Any], metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Starts saving `state` as `step`; returns when the arrays may be donated. `settle` and `wait` report the
+        """Starts saving `state` as `step`; returns when the arrays may be donated. `finish_save` and `wait` report the
         result.
 
         Args:
@@ -136,7 +136,7 @@ class Checkpoints:
             ConfigError: a leaf cannot be saved (see `state_dict.leaf_table`).
         """
         self._join()
-        self.owed = step
+        self.unfinished_step = step
         self._structure, arrays = state_dict.structure_of(state, self._structure)
         form = self._structure
         self._barrier.begin(
@@ -165,7 +165,7 @@ class Checkpoints:
             failed.__cause__ = error
             if self._num_processes == 1:
                 raise failed from error
-            self._pending = Future()  # the other processes are writing: `settle` reports the failure to all
+            self._pending = Future()  # the other processes are writing: `finish_save` reports the failure to all
             self._pending.set_exception(failed)
         else:
             self._pending = self._background.submit(self._finish, step)
@@ -212,7 +212,7 @@ class Checkpoints:
         try:
             self._orbax().wait_until_finished()
             if self._is_main and isinstance(self.directory, Path):
-                files.tighten(self.directory / str(step))
+                files.restrict_permissions(self.directory / str(step))
                 files.sync_folder(self.directory)
             if self._staging is not None and self._writes_parts:
                 self._staging.commit_parts(step, self._is_ours, self._barrier, self._add_record)
@@ -226,8 +226,8 @@ class Checkpoints:
             delete_old(self.directory, step, self._retention)
 
     def _abort(self, step: int, error: BaseException) -> None:
-        """Releases the other processes from the barrier and deletes the files. With several processes `settle` deletes
-        them after all have ended: a process that still writes can block in tensorstore (0.1.86: one of eight,
+        """Releases the other processes from the barrier and deletes the files. With several processes `finish_save`
+        deletes them after all have ended: a process that still writes can block in tensorstore (0.1.86: one of eight,
         2026-11-24)."""
         if self._num_processes == 1:
             return self._remove_partial(step)
@@ -251,7 +251,7 @@ class Checkpoints:
                 return
             time.sleep(0.05)  # threads of tensorstore may still be writing
 
-    def settle(self) -> SaveResult:
+    def finish_save(self) -> SaveResult:
         """Waits for the save in flight, if any; returns its result, the same on every process: a save that fails on one
         process fails on all."""
         if self._pending is None or self._draft is None:
@@ -263,7 +263,7 @@ class Checkpoints:
             why = str(error)
         ended = self._barrier.agreed_result(SaveResult(why, step in self._committed))
         if ended.committed:
-            self.owed = None
+            self.unfinished_step = None
         elif self.saved_step == step:
             self.saved_step = 0
         if ended.why and self._num_processes > 1:
@@ -375,7 +375,7 @@ class Checkpoints:
 
     def _readable(self, step: int) -> contextlib.AbstractContextManager[Location]:
         if self._staging is not None and step in self.steps():  # otherwise the error is raised when the record is read
-            return location.fetched(self.directory, step, self._staging.folder)
+            return location.local_copy(self.directory, step, self._staging.folder)
         return contextlib.nullcontext(self.directory)
 
 

@@ -60,7 +60,7 @@ def export(
     with listing.hold_step(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
         saved = record.read_record(directory, chosen)
         record.check_files(directory, saved)
-        with location.fetched(directory, saved.step) as local:
+        with location.local_copy(directory, saved.step) as local:
             derives = which == "params" and bool(saved.user.get("eval_params"))
             if derives and evaluated is None:
                 raise ConfigError(
@@ -75,7 +75,7 @@ def export(
         arrays = {name: mean_of_groups(array) for name, array in arrays.items()}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with files.whole(out) as partial:
+        with files.atomic_path(out) as partial:
             if format == "safetensors":
                 _write_safetensors(partial, arrays, {"step": str(saved.step), "which": which})
             else:

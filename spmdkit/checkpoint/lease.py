@@ -75,8 +75,8 @@ class Lease:
         if beat is None:  # released, or never started
             return
         self._say(
-            f"{self.directory} was last of {ownership.described(before)}; waiting up to {LEASE_STALE_S:g} s to see "
-            "whether it lives"
+            f"{self.directory} was last of {ownership.describe_owner(before)}; waiting up to {LEASE_STALE_S:g} s to "
+            "see whether it lives"
         )
         for _ in Deadline(LEASE_STALE_S, self._clock, self._sleep).polls(LEASE_POLL_S):
             if self._counter(before) != beat or self._read().get("attempt") != before["attempt"]:
@@ -119,13 +119,13 @@ class Lease:
     def _read(self) -> dict[str, Any]:
         """Returns the stored lease; an empty dict if there is none, or if it was not written by spmdkit."""
         try:
-            lease = ownership.parsed((self._folder / "lease.json").read_bytes())
+            lease = ownership.parse_owner((self._folder / "lease.json").read_bytes())
         except FileNotFoundError:
             return {}
         return lease if isinstance(lease.get("attempt"), str) else {}
 
     def _in_use(self, by: dict[str, Any]) -> ConfigError:
         return ConfigError(
-            f"{self.directory} is in use by {ownership.described(by)}. One run at a time may write to it. "
+            f"{self.directory} is in use by {ownership.describe_owner(by)}. One run at a time may write to it. "
             "Wait for that run, end it, or set checkpoint.directory to another folder."
         )

@@ -159,7 +159,7 @@ def _verified(directory: Location, step: int) -> dict[str, Any]:
             record = records.read_record(directory, step)
             row |= {"leaves": len(record.leaves), "bytes": record.bytes}
             records.check_files(directory, record)
-            with location.fetched(directory, step) as local:
+            with location.local_copy(directory, step) as local:
                 _read_all(local, record)
         except DamagedError as error:
             return row | {"found": error.found}

@@ -62,7 +62,7 @@ def sizes(folder: Location) -> dict[str, int]:
     if isinstance(folder, Remote):
         return folder.sizes()
     bytes_of: dict[str, int] = {}
-    for path, name in files.below(folder):
+    for path, name in files.walk_files(folder):
         with contextlib.suppress(OSError):
             bytes_of[name] = os.stat(path).st_size
     return bytes_of
@@ -88,7 +88,7 @@ def upload(folder: Path, to: Remote, names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def fetched(directory: Location, step: int, stage: Path | None = None) -> Iterator[Path]:
+def local_copy(directory: Location, step: int, stage: Path | None = None) -> Iterator[Path]:
     """Yields a local directory that contains the step: `directory` itself, or a download that is deleted at the end.
 
     Args:
@@ -103,7 +103,7 @@ def fetched(directory: Location, step: int, stage: Path | None = None) -> Iterat
         for name in source.sizes():
             with contextlib.suppress(FileNotFoundError):  # the file check reports it
                 (source / name).download(folder / str(step) / name)
-        files.tighten(folder)
+        files.restrict_permissions(folder)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

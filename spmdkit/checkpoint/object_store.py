@@ -146,7 +146,7 @@ def _translate_errors(where: Remote, done: str) -> Iterator[None]:
         of_local_file = isinstance(error, OSError) and error.filename is not None
         if of_local_file or (isinstance(error, FileNotFoundError) and done != WRITTEN):
             raise
-        text = " ".join(redact.in_text(str(error)).split())[:300]
+        text = " ".join(redact.redact_text(str(error)).split())[:300]
         raise UnreachableError(
             f"{where} could not be {done}: {type(error).__name__}: {text}. checkpoint.directory is a bucket that all "
             f"processes reach with credentials of their client ({SCHEMES[where.scheme]}). Check the name, the network "

@@ -44,7 +44,7 @@ class Fence:
         content, before = _content(self.directory), self.seen[0]
         is_owner = content is not None and content == before
         if not is_owner:
-            is_owner = parsed(content).get("attempt", self.attempt) == self.attempt
+            is_owner = parse_owner(content).get("attempt", self.attempt) == self.attempt
         self.seen = (content, time.monotonic()) if is_owner else (None, float("-inf"))
         return is_owner
 
@@ -77,7 +77,7 @@ def claim(directory: Path, attempt: str | None = None) -> Fence:
 def wait_for_claim(directory: Path, attempt: str, timeout_s: float) -> bool:
     """Returns whether this process sees the claim of process 0 in `directory` before the timeout. Network file systems
     may delay it."""
-    seen = lambda: parsed(_content(directory)).get("attempt") == attempt
+    seen = lambda: parse_owner(_content(directory)).get("attempt") == attempt
     return Deadline(timeout_s).wait_for(seen, RUN_DIRECTORY_POLL_S)
 
 
@@ -87,7 +87,7 @@ def this_owner() -> dict[str, Any]:
     return run_status.this_process() | {"since": since}
 
 
-def described(owner: Mapping[str, Any]) -> str:
+def describe_owner(owner: Mapping[str, Any]) -> str:
     """Returns `process 12 on host since ...`."""
     is_complete = {"pid", "host", "since"} <= owner.keys()
     return f"process {owner['pid']} on {owner['host']} since {owner['since']}" if is_complete else "another process"
@@ -95,7 +95,7 @@ def described(owner: Mapping[str, Any]) -> str:
 
 def last_owner(directory: Path) -> str:
     """Returns `process 12 on host since ...` of the last attempt."""
-    return described(parsed(_content(directory)))
+    return describe_owner(parse_owner(_content(directory)))
 
 
 def _content(directory: Path) -> bytes | None:
@@ -107,7 +107,7 @@ def _content(directory: Path) -> bytes | None:
         return None
 
 
-def parsed(content: bytes | None) -> dict[str, Any]:
+def parse_owner(content: bytes | None) -> dict[str, Any]:
     """Returns the stored owner; an empty dict, which means no other run, if the file is missing or not JSON."""
     try:
         owner = json.loads(content or b"")

@@ -93,6 +93,6 @@ def _owner_of(path: Path) -> str:
     """Returns `process 12 on host since ...` of a lock. Its file may be empty between the lock and the write."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
-            return ownership.described(ownership.parsed(file.read(4096)))
+            return ownership.describe_owner(ownership.parse_owner(file.read(4096)))
     except OSError:  # the file was deleted
         return ownership.last_owner(path.parent)

@@ -47,7 +47,7 @@ def parse_config(
         )
     file = None if source is None else Path(os.path.abspath(source))
     shown = name if name is not None else "" if source is None else os.fspath(source)
-    redact.remember(mapping)
+    redact.register_secrets(mapping)
     return Config.model_validate(dict(mapping), context=Origin(file, shown, dict(positions or {})))
 
 

@@ -48,7 +48,7 @@ def to_short_yaml(config: Config, absolute_paths: bool = False, hide_secrets: bo
 
 def _written(config: Config, values: dict[str, Any], absolute_paths: bool, hide_secrets: bool) -> str:
     if hide_secrets:
-        values = redact.without(values)
+        values = redact.redact_value(values)
     if absolute_paths:
         values["task"] = ":".join(config.task_reference())
         values["run_dir"] = str(config.resolved_run_dir())

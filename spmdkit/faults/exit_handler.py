@@ -123,14 +123,14 @@ def _tell_others(code: int, message: str) -> None:
 
 def say(code: int, message: str, blamed: Sequence[int] = (), stacks: str = "") -> None:
     """Writes the error file and the message; `blamed`: the processes at fault; `stacks`: printed after the message."""
-    message = redact.in_text(message if BUG in message else bounded(message))
+    message = redact.redact_text(message if BUG in message else bounded(message))
     _tell_launcher({"exit_code": code, "message": message, "blamed": list(blamed)})
     with suppress(OSError, ValueError):  # the stream is closed; the error file and the exit code remain
         sys.stdout.flush()
     with suppress(OSError, ValueError):
         print(visible(message), file=sys.stderr, flush=True)
         if stacks:
-            print(visible(redact.in_text(stacks)), file=sys.stderr, flush=True)
+            print(visible(redact.redact_text(stacks)), file=sys.stderr, flush=True)
 
 
 def report_and_leave(error: BaseException) -> NoReturn:

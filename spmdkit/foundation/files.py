@@ -36,19 +36,19 @@ def user_cache(environ: Mapping[str, str]) -> Path:
 
 
 @contextlib.contextmanager
-def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path for a file or folder, which replaces `path` at the end, or is deleted after an exception.
 
     A file replaces an existing file. Readers see either the old or the new file.
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        yield beside
-        tighten(beside)
-        os.replace(beside, path)
+        yield partial
+        restrict_permissions(partial)
+        os.replace(partial, path)
     finally:
-        _remove(beside)
+        _remove(partial)
 
 
 def remove_unfinished(folder: Path, others: tuple[str, ...]) -> None:
@@ -68,7 +68,7 @@ def _remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def tighten(path: Path) -> None:
+def restrict_permissions(path: Path) -> None:
     """Removes all permissions of other users, and the group's write permission, from a file or from a folder and its
     contents. Links are not followed."""
     for parent, folders, names in os.walk(path):
@@ -77,7 +77,7 @@ def tighten(path: Path) -> None:
     _chmod(path)
 
 
-def below(folder: Path) -> Iterator[tuple[str, str]]:
+def walk_files(folder: Path) -> Iterator[tuple[str, str]]:
     """Yields (path, path relative to `folder`) of every file in it, as strings. Each new name in a `Path` would stay in
     CPython's table of interned strings (up to 3.11 until the table is rebuilt, from 3.12 on permanently)."""
     top = os.fspath(folder)
@@ -97,8 +97,8 @@ def _chmod(path: str | Path) -> None:
 
 def replace(path: str | os.PathLike[str], content: bytes, mode: int = FILE_MODE) -> None:
     """Replaces `path` by `content`, which is on disk on return. Raises OSError on failure."""
-    with whole(path) as beside:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with atomic_path(path) as partial:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()

@@ -18,41 +18,41 @@ Into = Callable[[Any], bool]
 """Predicate: whether a walk enters the jaxprs of an equation."""
 
 
-def everywhere(eqn: Any) -> bool:
+def enter_all(eqn: Any) -> bool:
     """Returns True, so that a walk enters every jaxpr."""
     return True
 
 
-def opened(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: Any) -> Any:
     """Returns a jaxpr without its constants; an open one unchanged."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
-def inner(eqn: Any) -> Iterator[Any]:
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
     """Yields the jaxprs in an equation's parameters: bodies, branches, called functions. For a custom rule, yields the
     function itself."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, ClosedJaxpr | Jaxpr):
-                yield opened(item)
+                yield open_jaxpr(item)
 
 
-def bodies(jaxpr: Any, into: Into = everywhere) -> Iterator[Any]:
+def bodies(jaxpr: Any, into: Into = enter_all) -> Iterator[Any]:
     """Yields a jaxpr and the jaxprs nested in it, outer ones first."""
-    body = opened(jaxpr)
+    body = open_jaxpr(jaxpr)
     yield body
     for eqn in body.eqns:
         if into(eqn):
-            for below in inner(eqn):
+            for below in inner_jaxprs(eqn):
                 yield from bodies(below, into)
 
 
-def equations(jaxpr: Any, into: Into = everywhere) -> Iterator[Any]:
+def equations(jaxpr: Any, into: Into = enter_all) -> Iterator[Any]:
     """Yields the equations of a jaxpr in order, each before the equations nested in it."""
-    for eqn in opened(jaxpr).eqns:
+    for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn
         if into(eqn):
-            for below in inner(eqn):
+            for below in inner_jaxprs(eqn):
                 yield from equations(below, into)
 
 
@@ -62,7 +62,7 @@ def axis_names(eqn: Any) -> frozenset[str]:
     return frozenset((named,) if isinstance(named, str) else named if isinstance(named, tuple | list) else ())
 
 
-def needed(eqns: Sequence[Any], wanted: Iterable[Any]) -> list[Any]:
+def needed_eqns(eqns: Sequence[Any], wanted: Iterable[Any]) -> list[Any]:
     """Returns the equations on which the wanted variables depend, in order."""
     needs, selected = set(map(id, wanted)), []
     for eqn in reversed(eqns):
@@ -79,8 +79,8 @@ def equations_within(jaxpr: Any, around: T, enter: Callable[[Any, T], tuple[T, T
         around: the outer context.
         enter: `(equation, outer context) -> (its context, context of the equations nested in it)`.
     """
-    for eqn in opened(jaxpr).eqns:
+    for eqn in open_jaxpr(jaxpr).eqns:
         context, inside = enter(eqn, around)
         yield eqn, context
-        for below in inner(eqn):
+        for below in inner_jaxprs(eqn):
             yield from equations_within(below, inside, enter)

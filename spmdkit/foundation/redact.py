@@ -55,36 +55,36 @@ def named(name: str) -> bool:
     return bool(words & _WORDS or _PARTS.search(name)) or bool(words & {"key", "keys"} and words & _KEYS)
 
 
-def without(value: Any, name: str = "") -> Any:
+def redact_value(value: Any, name: str = "") -> Any:
     """Returns plain values with `***` in place of secrets; `name` is the key of `value`.
 
     Numbers and booleans are unchanged unless their key is a password.
     """
     if isinstance(value, Mapping):
-        return {key: without(inner, f"{name}_{key}" if named(name) else str(key)) for key, inner in value.items()}
+        return {key: redact_value(inner, f"{name}_{key}" if named(name) else str(key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [without(inner, name) for inner in value]
+        return [redact_value(inner, name) for inner in value]
     if isinstance(value, str):
-        return HIDDEN if value and named(name) else in_text(value)
+        return HIDDEN if value and named(name) else redact_text(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return HIDDEN if is_number and named(name) and "passw" in name.lower() else value
 
 
-def remember(value: Any, name: str = "", depth: int = 0) -> None:
-    """Registers the secrets among plain values. `in_text` redacts them from then on."""
+def register_secrets(value: Any, name: str = "", depth: int = 0) -> None:
+    """Registers the secrets among plain values. `redact_text` redacts them from then on."""
     if depth > MAX_DEPTH:
         return
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            remember(inner, f"{name}_{key}" if named(name) else str(key), depth + 1)
+            register_secrets(inner, f"{name}_{key}" if named(name) else str(key), depth + 1)
     elif isinstance(value, list | tuple):
         for inner in value:
-            remember(inner, name, depth + 1)
+            register_secrets(inner, name, depth + 1)
     elif isinstance(value, str) and len(value) >= MIN_LENGTH and named(name) and value != HIDDEN:
         _known.add(value)
 
 
-def remember_command(words: Sequence[str], files: bool = True) -> None:
+def register_command_secrets(words: Sequence[str], files: bool = True) -> None:
     """Registers the secrets in a command's `key=value` arguments and, with `files`, in its readable YAML files."""
     import yaml  # takes 20 ms
 
@@ -95,10 +95,10 @@ def remember_command(words: Sequence[str], files: bool = True) -> None:
                 continue
             text = text if equals else Path(word).read_text()[:MAX_CONFIG_BYTES]
             if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # its length is unbounded
-                remember(yaml.safe_load(text), key if equals else "")
+                register_secrets(yaml.safe_load(text), key if equals else "")
 
 
-def in_text(text: str) -> str:
+def redact_text(text: str) -> str:
     """Returns a text with `***` in place of registered secrets and values with the form of a secret."""
     for value in sorted(_known | _of_environment(), key=len, reverse=True):
         text = text.replace(value, HIDDEN)

@@ -123,7 +123,7 @@ def launch(
         ConfigError: a number is out of its range.
     """
     _check_numbers(num_processes, devices_per_process, grace_s, max_restarts)
-    redact.remember_command(command)  # stored output omits the secrets of the command line
+    redact.register_command_secrets(command)  # stored output omits the secrets of the command line
     job = Job(command, num_processes, devices_per_process, env, grace_s, observer, elasticity)
     with queued_signals() as signals:
         return _run(job, signals, Restarts(max_restarts))

@@ -57,7 +57,7 @@ class Logs:
             file = self._files[process, stream] = os.fdopen(
                 descriptor, "w", buffering=1, encoding="utf-8", errors="replace"
             )
-        file.write(f"{redact.in_text(line)}\n")
+        file.write(f"{redact.redact_text(line)}\n")
 
     def close(self) -> None:
         """Closes the files."""

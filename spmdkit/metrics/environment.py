@@ -133,7 +133,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     Unknown variables with the same prefixes are recorded by name only: `JAX_HEADER` may contain anything.
     """
     shown = {name: environ[name] for name in sorted(environ) if _ALLOWED.fullmatch(name)}
-    return {name: redact.without(value, name) if _is_known(name) else redact.HIDDEN for name, value in shown.items()}
+    return {key: redact.redact_value(value, key) if _is_known(key) else redact.HIDDEN for key, value in shown.items()}
 
 
 def _is_known(name: str) -> bool:

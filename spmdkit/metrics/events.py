@@ -54,7 +54,7 @@ class EventLog:
         """Appends one event; `fields` are JSON values, such as `step=120`."""
         assert not {"event", "time", "process"} & set(fields), f"reserved names in {sorted(fields)}"
         head = {"event": event, "time": utc_time(self._clock()), "process": self.process}
-        line = json.dumps(strict_json({**head, **redact.without(fields)}), allow_nan=False, default=str) + "\n"
+        line = json.dumps(strict_json({**head, **redact.redact_value(fields)}), allow_nan=False, default=str) + "\n"
         if self._descriptor is None:  # closed: report the late failure anyway
             sys.stderr.write(f"event after the log was closed: {line}")
             return

@@ -60,7 +60,7 @@ def _with_cost(jaxpr: Any, flops: int) -> Any:
             moved = sum(v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars))
             cost = pallas.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
             return eqn.replace(params=eqn.params | {"cost_estimate": cost})
-        if not list(jaxprs.inner(eqn)):
+        if not list(jaxprs.inner_jaxprs(eqn)):
             return eqn
         return eqn.replace(params={name: inside(value) for name, value in eqn.params.items()})
 

@@ -17,7 +17,7 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from spmdkit import compat
-from spmdkit.foundation.jaxprs import needed
+from spmdkit.foundation.jaxprs import needed_eqns
 from spmdkit.ops.remat import RESIDUAL_NAME
 
 _TYPES = frozenset({"pvary", "pcast"})
@@ -80,7 +80,7 @@ class Linearized:
         """Returns the gradients of the arguments that have one."""
         values = dict(zip(self._wanted, kept, strict=True)) | dict(zip(self._closed.jaxpr.invars, args, strict=True))
         again = [var for var in self._leaves if self._origin.get(var) not in values]
-        computed: Iterator[jax.Array] = iter(self._compute(needed(self._closed.jaxpr.eqns, again), again, args))
+        computed: Iterator[jax.Array] = iter(self._compute(needed_eqns(self._closed.jaxpr.eqns, again), again, args))
 
         def leaf(var: Any) -> jax.Array:
             if (origin := self._origin.get(var)) not in values:

@@ -53,7 +53,7 @@ class Arithmetic:
 def count(jaxpr: Any) -> Arithmetic:
     """Returns the arithmetic of a (closed) jaxpr."""
     by_dtype, elementwise = defaultdict[str, float](float), 0.0
-    for eqn, flops, is_product in _operations(jaxprs.opened(jaxpr), 1.0):
+    for eqn, flops, is_product in _operations(jaxprs.open_jaxpr(jaxpr), 1.0):
         if is_product:
             by_dtype[str(eqn.invars[0].aval.dtype)] += flops
         else:
@@ -64,7 +64,7 @@ def count(jaxpr: Any) -> Arithmetic:
 def products_by_line(jaxpr: Any, line: Callable[[Any], str | None]) -> dict[str, float]:
     """Returns the FLOPs of products by the user's line, `line(equation)`."""
     total = defaultdict[str, float](float)
-    for eqn, flops, _ in _operations(jaxprs.opened(jaxpr), 1.0):
+    for eqn, flops, _ in _operations(jaxprs.open_jaxpr(jaxpr), 1.0):
         if eqn.primitive.name in _PRODUCTS and (at := line(eqn)):
             total[at] += flops
     return total
@@ -84,7 +84,7 @@ def _operations(jaxpr: Any, times: float) -> Iterator[tuple[Any, float, bool]]:
             weight = lambda branch: sum(flops for _, flops, _ in _operations(branch.jaxpr, 1.0))
             yield from _operations(max(params["branches"], key=weight).jaxpr, times)
         elif name == "shard_map":
-            yield from _operations(jaxprs.opened(params["jaxpr"]), times * _mapped_devices(params))
+            yield from _operations(jaxprs.open_jaxpr(params["jaxpr"]), times * _mapped_devices(params))
         elif name == "spmdkit_manual":  # the body of sk.manual: one shard_map
             shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
             yield from _operations(jax.make_jaxpr(params["part"].run)(*shapes).jaxpr, times)
@@ -92,7 +92,7 @@ def _operations(jaxpr: Any, times: float) -> Iterator[tuple[Any, float, bool]]:
             yield eqn, times * params["flops"], True
         elif name == "pallas_call" and params.get("cost_estimate") is not None:
             yield eqn, times * params["cost_estimate"].flops, True
-        elif inner := list(jaxprs.inner(eqn)):
+        elif inner := list(jaxprs.inner_jaxprs(eqn)):
             for sub in inner:
                 yield from _operations(sub, times)
         elif name not in _FREE:  # the arithmetic of a reduction is that of its input

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spmdkit import compat
-from spmdkit.foundation.jaxprs import equations_within, inner
+from spmdkit.foundation.jaxprs import equations_within, inner_jaxprs
 from spmdkit.plan.hlo.source import line_of
 from spmdkit.plan.hlo.text import Frame
 
@@ -60,7 +60,7 @@ def first_use(jaxpr: Any, var: Any) -> str | None:
     for eqn in jaxpr.eqns:
         if not any(x is var for x in eqn.invars):
             continue
-        for body in inner(eqn):
+        for body in inner_jaxprs(eqn):
             position = next(n for n, x in enumerate(eqn.invars) if x is var)
             offset = len(eqn.invars) - len(body.invars)
             if 0 <= position - offset < len(body.invars):
@@ -80,7 +80,7 @@ def depending(jaxpr: Any, inputs: Sequence[bool], found: list[tuple[Any, Any]]) 
         if not any(marks):
             continue
         outs = [True] * len(eqn.outvars)
-        for body in inner(eqn) if name != "shard_map" else ():
+        for body in inner_jaxprs(eqn) if name != "shard_map" else ():
             offset = len(eqn.invars) - len(body.invars)
             given = marks[offset:] if offset >= 0 and name != "while" else [True] * len(body.invars)
             if name == "scan":

@@ -57,6 +57,6 @@ def save(program: Program, step: int, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}.npz"
     secret = lambda name, flags: os.open(name, flags, 0o640)
-    with files.whole(path) as beside, open(beside, "xb", opener=secret) as file:
+    with files.atomic_path(path) as partial, open(partial, "xb", opener=secret) as file:
         np.savez(file, rows=indices, mask=mask, **arrays)
     return path

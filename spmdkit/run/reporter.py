@@ -50,7 +50,7 @@ class Reporter:
     def message(self, text: str) -> None:
         """Shows a line on the terminal of process 0."""
         with phase.during("printing"):  # a paused reader (pager, Ctrl-S) is not a hang
-            self.progress.message(redact.in_text(text))
+            self.progress.message(redact.redact_text(text))
 
     def write(self, record: Mapping[str, Any], kind: str) -> None:
         """Writes a record `{"step", ...}` of host values on process 0. Arrays among scalars form a separate record of

@@ -169,7 +169,7 @@ class Run:
         if step or self.checkpoints is None:
             return self.saved_step == step
         steps = self.checkpoints.steps
-        return self.checkpoints.owed == 0 or self.cluster.from_main("saved step", lambda: 0 in steps())
+        return self.checkpoints.unfinished_step == 0 or self.cluster.from_main("saved step", lambda: 0 in steps())
 
     @property
     def is_complete(self) -> bool:
@@ -306,7 +306,7 @@ class Run:
     def newest_committed(self) -> str:
         """Returns `newest` once all processes have committed the save in flight. All processes call it at one step."""
         if self.saves is not None:
-            self.saves.settle()
+            self.saves.finish_save()
         return self.newest()
 
     def report_saves(self) -> None:

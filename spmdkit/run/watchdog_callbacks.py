@@ -19,7 +19,7 @@ def record_fault(run: RunView, code: int, text: str, stacks: str) -> None:
     if stacks:
         folder = run.directory / "logs"
         folder.mkdir(exist_ok=True)
-        files.write_text(folder / "stacks.txt", redact.in_text(f"{text}\n\n{stacks}\n"))
+        files.write_text(folder / "stacks.txt", redact.redact_text(f"{text}\n\n{stacks}\n"))
 
 
 def leave_stuck_callback(run: RunView, code: int, text: str) -> None:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
-from spmdkit.foundation.jaxprs import needed
+from spmdkit.foundation.jaxprs import needed_eqns
 
 New = TypeVar("New")
 Rest = TypeVar("Rest")
@@ -39,7 +39,7 @@ def conditional_update(step: Callable[..., tuple[New, Rest, jax.Array]], old: Ne
     env |= dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
     outs, flag = jaxpr.outvars[: len(olds)], jaxpr.outvars[-1]
     read: Callable[[Any], Any] = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
-    first = list(jaxpr.eqns) if jaxpr.effects else needed(jaxpr.eqns, [flag])  # effectful equations keep their order
+    first = list(jaxpr.eqns) if jaxpr.effects else needed_eqns(jaxpr.eqns, [flag])  # effects keep their order
     ids = set(map(id, first))
     later = [eqn for eqn in jaxpr.eqns if id(eqn) not in ids]
     _run(jaxpr, first, later, env)

@@ -209,7 +209,7 @@ class TappedProgram:
         if eqn.primitive.name not in IN_LINE:
             return None
         body = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
-        if body is None or len(jaxprs.opened(body).invars) != len(eqn.invars):
+        if body is None or len(jaxprs.open_jaxpr(body).invars) != len(eqn.invars):
             return None
         return body if hasattr(body, "consts") else jax.extend.core.ClosedJaxpr(body, ())
 

@@ -198,13 +198,13 @@ def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
 
     def ends(step: int) -> None:
         checkpoints.save(step, global_state(step), {})
-        ended = checkpoints.settle()
+        ended = checkpoints.finish_save()
         print(ended.why, ended.committed, flush=True)
         assert ended.why and not ended.committed
 
     def works(step: int) -> None:
         checkpoints.save(step, global_state(step), {})
-        assert checkpoints.settle() == ("", True)
+        assert checkpoints.finish_save() == ("", True)
 
     works(1)
     separate = location.is_url(str(checkpoints.directory))
@@ -240,7 +240,7 @@ def run_killed(checkpoints: Checkpoints, process_id: int) -> None:
     checkpoints._timeout_s = checkpoints._barrier._timeout_s = 5
     for step in (1, 2):
         checkpoints.save(step, global_state(step), {"seed": step})
-        assert (step == 1) == checkpoints.settle().committed
+        assert (step == 1) == checkpoints.finish_save().committed
     os._exit(0)
 
 

@@ -103,7 +103,7 @@ def test_step_of_two_processes_restores_on_any_mesh(folder, client, where):
 
 
 def test_orbax_opens_copy_and_detects_flipped_bits(client, tmp_path):
-    with location.fetched(location.resolve(URL), 4, tmp_path) as here:
+    with location.local_copy(location.resolve(URL), 4, tmp_path) as here:
         shape = jax.ShapeDtypeStruct(
             (24, 4096), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
         )

@@ -13,8 +13,8 @@ from spmdkit.foundation import files
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_an_exception_leaves_the_old_file(tmp_path, is_folder):
     (tmp_path / "f").write_text("old")
-    with pytest.raises(RuntimeError), files.whole(tmp_path / "f") as beside:
-        (beside / "inner").mkdir(parents=True) if is_folder else beside.write_text("half")
+    with pytest.raises(RuntimeError), files.atomic_path(tmp_path / "f") as partial:
+        (partial / "inner").mkdir(parents=True) if is_folder else partial.write_text("half")
         raise RuntimeError
     assert (tmp_path / "f").read_text() == "old" and os.listdir(tmp_path) == ["f"]
 
@@ -28,8 +28,8 @@ def test_a_file_or_folder_appears_whole(tmp_path):
     for content in (b"old", b"new"):
         files.replace(tmp_path / "f", content, mode=0o600)
     assert (tmp_path / "f").read_bytes() == b"new" and stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o600
-    with files.whole(tmp_path / "out") as beside:
-        (beside / "inner").mkdir(parents=True)
+    with files.atomic_path(tmp_path / "out") as partial:
+        (partial / "inner").mkdir(parents=True)
         assert not (tmp_path / "out").exists()
     assert os.listdir(tmp_path / "out") == ["inner"] and sorted(os.listdir(tmp_path)) == ["f", "out"]
 

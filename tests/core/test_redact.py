@@ -11,14 +11,14 @@ PLAIN += ["monkey", "passes", "compass", "author", "learning_rate", "key"]
 
 
 def test_the_name_decides():
-    assert [name for name in NAMES if redact.without({name: "hunter2"}) != {name: "***"}] == []
-    assert [name for name in PLAIN if redact.without({name: "hunter2"}) != {name: "hunter2"}] == []
+    assert [name for name in NAMES if redact.redact_value({name: "hunter2"}) != {name: "***"}] == []
+    assert [name for name in PLAIN if redact.redact_value({name: "hunter2"}) != {name: "hunter2"}] == []
 
 
 def test_numbers_and_what_lies_deeper():
     given = {"tokens": 1024, "password": 1234, "list": [{"token": "abc"}, "x"], "secrets": {"a": "b"}}
     expected = {"tokens": 1024, "password": "***", "list": [{"token": "***"}, "x"], "secrets": {"a": "***"}}
-    assert redact.without(given) == expected
+    assert redact.redact_value(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -40,17 +40,17 @@ def test_numbers_and_what_lies_deeper():
     ],
 )
 def test_a_secret_in_a_text_is_hidden(text, kept):
-    assert redact.in_text(text) == kept
+    assert redact.redact_text(text) == kept
 
 
 def test_named_secrets_are_hidden_in_messages(monkeypatch):
     monkeypatch.setattr(redact, "_known", set())
-    redact.remember({"task_args": {"api_token": "zq81xxvv", "width": "ordinary"}})
-    assert redact.in_text("refused: zq81xxvv of ordinary") == "refused: *** of ordinary"
+    redact.register_secrets({"task_args": {"api_token": "zq81xxvv", "width": "ordinary"}})
+    assert redact.redact_text("refused: zq81xxvv of ordinary") == "refused: *** of ordinary"
     monkeypatch.setenv("SOME_PASSWORD", "correct horse")
     monkeypatch.setenv("PWD", "/home/me/project")
-    assert redact.in_text("/home/me/project/task.py:3") == "/home/me/project/task.py:3"
-    assert redact.in_text("it is correct horse") == "it is ***"
+    assert redact.redact_text("/home/me/project/task.py:3") == "/home/me/project/task.py:3"
+    assert redact.redact_text("it is correct horse") == "it is ***"
 
 
 def test_secrets_of_commands_and_configs_are_hidden(monkeypatch, tmp_path):
@@ -60,8 +60,8 @@ def test_secrets_of_commands_and_configs_are_hidden(monkeypatch, tmp_path):
     (tmp_path / "bomb.yaml").write_text("a: &a {password: of-the-bomb}\nb: *a\n")
     named = ["train", str(config), str(tmp_path / "bomb.yaml"), "gone.yaml", "task_args.db_pwd=of-an-override"]
     named += ["task_args={auth: [deep]}", "a={"]
-    redact.remember_command([*named, "hooks=[{mine.py:hook: {api_key: of-a-hook}}]"])
+    redact.register_command_secrets([*named, "hooks=[{mine.py:hook: {api_key: of-a-hook}}]"])
     assert redact._known == {"of-the-file", "of-a-list", "of-an-override", "of-a-hook"}
     monkeypatch.setattr(redact, "_known", set())
-    redact.remember_command(named, files=False)
+    redact.register_command_secrets(named, files=False)
     assert redact._known == {"of-an-override"}

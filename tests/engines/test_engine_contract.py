@@ -190,7 +190,7 @@ def test_a_python_without_ray_says_so():
 def test_secrets_are_not_printed_or_written(case, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(redact, "_known", set())
     monkeypatch.chdir(tmp_path)
-    assert redact.in_text(text_of(rendered(case))) == text_of(rendered(case))
+    assert redact.redact_text(text_of(rendered(case))) == text_of(rendered(case))
     options, num = GOLDEN[case]
     settings = [f"{name}={value}" for name, value in options.items()]
     args = case.partition("-")[0], (*ARGUMENTS, "task_args.db_pwd=canary"), num, settings, "my-run", 0, None

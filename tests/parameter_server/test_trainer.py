@@ -77,7 +77,7 @@ def test_dead_server_is_restored_from_the_checkpoint(tmp_path, monkeypatch):
     def due_and_kill(self, stats):
         due(self, stats)
         if self.run.saved_step and not killed:
-            self.run.saves.settle()
+            self.run.saves.finish_save()
             killed.append(self.run.saved_step)
             made[0].servers[0].kill()
 

@@ -71,10 +71,10 @@ def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None]
     """
     for name, text in rendered.files.items():
         say(f"--- {into / name}")
-        say(redact.in_text(text.rstrip("\n")))
+        say(redact.redact_text(text.rstrip("\n")))
     say(f"--- in {into}")
     for command in rendered.commands:
-        say(f"$ {redact.in_text(shlex.join(command))}")
+        say(f"$ {redact.redact_text(shlex.join(command))}")
     if not run:
         return 0
     for command in rendered.commands:
@@ -122,11 +122,11 @@ def launch_on(
     Raises:
         ConfigError: as `prepared` and `submit`, or an argument of the command holds a secret.
     """
-    redact.remember_command([*arguments, *settings], files=False)
-    secrets = [word for word in (*arguments, *settings) if redact.in_text(word) != word]
+    redact.register_command_secrets([*arguments, *settings], files=False)
+    secrets = [word for word in (*arguments, *settings) if redact.redact_text(word) != word]
     if secrets and not dry_run:
         raise ConfigError(
-            f"--on {engine}: {redact.in_text(secrets[0])} contains a secret, which would be written to the files of "
+            f"--on {engine}: {redact.redact_text(secrets[0])} contains a secret, which would be written to the files of "
             "the job. Write it into the config file on the hosts, or let the task read a variable that they set. "
             "--dry-run prints the files without it."
         )

@@ -69,9 +69,9 @@ def _save(run: Saveable, checkpoints: Checkpoints, step: int, state: TrainState)
         if bad is not None:
             return f"is not saved: '{bad}' is not finite"
         run.reporter.trackers.flush()
-        checkpoints.settle()  # an earlier failed save does not prevent this one
+        checkpoints.finish_save()  # an earlier failed save does not prevent this one
         checkpoints.save(step, state, run.record(step))
-        ended = checkpoints.settle()
+        ended = checkpoints.finish_save()
         if run.saves is not None:
             run.saves.write_events()
         return f"could not be saved: {ended.why}" if ended.why else "is saved"

@@ -37,7 +37,7 @@ def go_back(run: Returnable, to_step: int | None, skip_batches: int, batches: Se
     from_step, before = run.step, run.program.schedule.skipped
     target, found = 0, None
     if run.checkpoints is not None and run.saves is not None:
-        run.saves.settle()
+        run.saves.finish_save()
         found = restore.newest_good(run.cluster, run.checkpoints, run.program, to_step, run.reset)
         target = found.step if found else 0
         newest = restore.latest_for_all(run.cluster, run.checkpoints)

@@ -36,7 +36,7 @@ class Saves:
     def start(self, step: int, state: Any, record: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> bool:
         """Starts a save after the previous one has ended; returns whether it was started. Raises CheckpointWriteError
         if this or the previous save reached the maximum number of failures."""
-        self.settle()
+        self.finish_save()
         self.tried_at = self._clock()
         try:
             self._checkpoints.save(step, state, record, metrics)
@@ -45,11 +45,11 @@ class Saves:
             return False
         return True
 
-    def settle(self) -> None:
+    def finish_save(self) -> None:
         """Waits for the save in flight, on every process, and records its result. Raises CheckpointWriteError if it
         reached the maximum number of failures."""
-        step, waiting_since = self._checkpoints.owed, time.monotonic()
-        ended = self._checkpoints.settle()
+        step, waiting_since = self._checkpoints.unfinished_step, time.monotonic()
+        ended = self._checkpoints.finish_save()
         if (held_s := time.monotonic() - waiting_since) > SAVE_BLOCKED_S:
             self._run.message(
                 f"note: training waited {held_s:.1f} s for the checkpoint of step {step} to be written: saves are more "
@@ -68,18 +68,18 @@ class Saves:
 
     def is_lost(self, step: int | None) -> bool:
         """Returns, the same on every process, whether the save of `step` failed; waits for it if it is in flight.
-        Raises like `settle`."""
-        if step is not None and step == self._checkpoints.owed:
-            self.settle()
+        Raises like `finish_save`."""
+        if step is not None and step == self._checkpoints.unfinished_step:
+            self.finish_save()
         return step in self._failed_steps
 
     def note(self) -> None:
-        """Reports committed checkpoints and a slow save, without waiting. Raises CheckpointWriteError like `settle`.
-        With several processes only `settle` raises, at the same step."""
+        """Reports committed checkpoints and a slow save, without waiting. Raises CheckpointWriteError like
+        `finish_save`. With several processes only `finish_save` raises, at the same step."""
         if self._run.cluster.num_processes == 1 and not self._checkpoints.is_saving():
-            self.settle()
+            self.finish_save()
         self.write_events()
-        step, taken_s = self._checkpoints.owed, self._clock() - self.tried_at
+        step, taken_s = self._checkpoints.unfinished_step, self._clock() - self.tried_at
         if self._checkpoints.is_saving() and taken_s > SLOW_SAVE_S and self._slow_step != step:
             self._slow_step = step
             self._run.message(f"note: saving step {step} has taken {taken_s:.0f} s so far: the disk is slow")
@@ -88,14 +88,14 @@ class Saves:
     def finish(self, again: Callable[[], None]) -> None:
         """Returns when the last save of the run is committed; calls `again` after a failure. Raises
         CheckpointWriteError after `checkpoint.max_failures` failures."""
-        self.settle()
-        while self._checkpoints.owed is not None:
+        self.finish_save()
+        while self._checkpoints.unfinished_step is not None:
             time.sleep(SAVE_RETRY_S)
             again()
-            self.settle()
+            self.finish_save()
 
     def _failed(self, why: str) -> None:
-        run, step, self._failures = self._run, self._checkpoints.owed, self._failures + 1
+        run, step, self._failures = self._run, self._checkpoints.unfinished_step, self._failures + 1
         if step is not None:
             self._failed_steps.add(step)
         run.events.write("save_failed", step=step, failures=self._failures, error=why[:500])

@@ -43,5 +43,5 @@ def _bodies(jaxpr: Any) -> Iterator[Any]:
     is_map: Callable[[Any], bool] = lambda eqn: eqn.primitive.name == "shard_map"
     for eqn in jaxprs.equations(jaxpr, into=lambda eqn: not is_map(eqn)):
         if is_map(eqn):
-            for body in jaxprs.inner(eqn):
+            for body in jaxprs.inner_jaxprs(eqn):
                 yield from jaxprs.bodies(body)

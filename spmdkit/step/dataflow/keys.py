@@ -86,7 +86,7 @@ class _Walk:
     def _results(self, eqn: Any, given: list[Value], loops: tuple[int, ...], line: str | None) -> list[Value]:
         name, num = eqn.primitive.name, len(eqn.outvars)
         around = frozenset().union(*(value.loops for value in given))
-        inner = list(jaxprs.inner(eqn))
+        inner = list(jaxprs.inner_jaxprs(eqn))
         here = compat.user_line(eqn) or line
         if name in ("scan", "while"):
             return self._loop(eqn, given, loops, here)

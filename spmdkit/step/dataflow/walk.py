@@ -78,7 +78,7 @@ class Walk:
             return []
         if name in ("scan", "while", "cond"):
             return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eqn, flows)
-        inner = list(jaxprs.inner(eqn))
+        inner = list(jaxprs.inner_jaxprs(eqn))
         if inner and len(inner[0].invars) == len(flows) and len(inner[0].outvars) == num and "jaxprs" not in eqn.params:
             return [_at_call(eqn, flows, f) for f in self.run(inner[0], flows, _consts(eqn))]
         if name in ("optimization_barrier", "device_put") and len(flows) == num:

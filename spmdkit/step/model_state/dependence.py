@@ -70,7 +70,7 @@ class Walk:
             return self._while(eqn, given)
         if name == "cond":
             return self._cond(eqn, given)
-        inner = list(jaxprs.inner(eqn))
+        inner = list(jaxprs.inner_jaxprs(eqn))
         if len(inner) == 1 and len(inner[0].invars) == len(given) and len(inner[0].outvars) == num:
             return self.run(inner[0], given)
         if name == "optimization_barrier":
