@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spmdkit.errors import ExitCode
-from spmdkit.foundation import files, phase
+from spmdkit.foundation import files
 from spmdkit.foundation.formatting import format_bytes
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EPIPE)
@@ -104,15 +104,13 @@ def out_of_memory(error: BaseException) -> tuple[int, str] | None:
     """A device, or this process, without memory during the run: a program other than the planned step, or one for
     which the plan knew no limit."""
     text = str(error)
-    on_device = isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in text
+    on_device = isinstance(error, RuntimeError) and ("RESOURCE_EXHAUSTED" in text or "Out of memory" in text)
     if not on_device and not isinstance(error, MemoryError):
         return None
     size = re.search(r"(\d+) bytes", text)
-    allocates = f" and allocates {format_bytes(int(size[1]))} more" if size else ""
-    where = {"step": "in a step", "init": "in init", "data": "while reading data"}
-    now = phase.current_phase()
+    needed = f": {format_bytes(int(size[1]))} more are needed" if size else ""
     return ExitCode.FAILED, (
-        f"out of memory {where.get(now.phase, f'({now.phase})')}{allocates}: {text.strip().splitlines()[0][:300]}\n"
+        f"out of memory{needed} ({type(error).__name__}: {(text.strip().splitlines() or [''])[0][:300]}).\n"
         "The state, a batch and everything that a step computes have to fit into the memory of each device. Lower "
         "batch_size, set microbatches or remat, or shard over more devices (mesh.fsdp). spmdkit plan CONFIG shows what "
         "a step needs."

@@ -44,8 +44,9 @@ def test_optimizer_is_named_with_the_line(optimizer, words):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_exhausted_memory_is_no_bug_of_spmdkit(wrapped):
-    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 6912010820 bytes.\nmore")
+@pytest.mark.parametrize("kind", ["RESOURCE_EXHAUSTED", "INTERNAL: Error dispatching computation"])
+def test_exhausted_memory_is_no_bug_of_spmdkit(wrapped, kind):
+    error = jax.errors.JaxRuntimeError(f"{kind}: Out of memory allocating 6912010820 bytes.\nmore")
     if wrapped:
         outer = UserCodeError("init raised JaxRuntimeError")
         outer.__cause__, error = error, outer
