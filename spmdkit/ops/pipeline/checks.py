@@ -82,7 +82,7 @@ def checked(
     if wrong := [f"{path} {describe(s)}" for path, s in named_leaves(x) if not s.shape or s.shape[0] != num]:
         raise ConfigError(
             f"sk.pipeline: embed returned {', '.join(wrong)} for {num} rows. The first dim of every array of the "
-            f"activation is the rows: they are cut into microbatches. Return [{num}, ...]."
+            f"activation is the rows: they are split into microbatches. Return [{num}, ...]."
         )
     y = traced("layer", lambda x, weights, rows: model.layer(x, weights, rows), x, weights)
     if difference := first_difference(x, y):
