@@ -339,7 +339,7 @@ def _diagnosis(
                 else f"A sum over {axes} is missing, or its result is divided again."
             )
             times = f"{size} times" if is_twice else f"1/{size} of"
-            return Diagnosis(kind, f"{where}; '{path}' is {times} that of one device: the size of {axes}", repair)
+            return Diagnosis(kind, f"{where}; '{path}' is {times} the value on one device: the size of {axes}", repair)
     repair = "First check what the step computes over an axis: shard_map, collectives, axis_index, its own mean rows."
     return Diagnosis("other", where, repair)
 

@@ -7,7 +7,7 @@ if, for some dims or mesh axes, it is
 
     the same        the one-device value: complete, sharded along any dim, or replicated; rows in another order if the
                     mesh reorders them
-    a partial value its sum, mean, largest or smallest over devices is the one-device value: the reduction is later
+    a partial value its sum, mean, maximum or minimum over devices is the one-device value: the reduction is later
 
 From the results that differ, the search walks back to values with right inputs (search.py). The difference is reported
 only if it lies in one statement.

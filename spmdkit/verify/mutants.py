@@ -98,10 +98,10 @@ def _sharded_over(axis: str) -> Meshes:
 NO_COLLECTIVE_EFFECT = "the sums over replicas in the loss change no number"
 
 MUTANTS = (
-    Mutant("reduction_dropped", "every replica uses its own sums", mutations.reducing(mutations.dropped)),
+    Mutant("reduction_dropped", "each replica uses its local sums", mutations.reducing(mutations.dropped)),
     Mutant(
         "reduction_doubled",
-        "the gradient is added over replicas twice",
+        "the gradient is summed over replicas twice",
         mutations.reducing(mutations.doubled),
     ),
     Mutant(
@@ -142,19 +142,19 @@ MUTANTS = (
     ),
     Mutant(
         "key_shared_by_replicas",
-        "every replica draws the same numbers",
+        "all replicas draw the same random numbers",
         mutations.seam(gradient, "positions", mutations.share_positions),
         needs="example_keys",
     ),
     Mutant(
         "key_folded_by_device",
-        "the drawn numbers depend on the device",
+        "random numbers depend on the device",
         mutations.seam(gradient, "positions", mutations.fold_positions),
         needs="example_keys",
     ),
     Mutant(
         "duplicate_padding",
-        "padding rows of a short batch count",
+        "padding rows of a short batch count as examples",
         mutations.seam(feed, "place", mutations.drop_mask),
         traced=False,
         short=True,
@@ -183,14 +183,14 @@ MUTANTS = (
     ),
     Mutant(
         "mean_over_shard",
-        "each replica passes sk.mean a mean instead of values",
+        "each replica passes sk.mean its local mean, not its values",
         mutations.in_loss(mutations.shard_mean),
         unused="the loss is not an sk.mean",
         short=True,
     ),
     Mutant(
         "example_keys_forgotten",
-        "examples draw from the loss's plain key",
+        "examples use the key of the loss, folded with the local row",
         mutations.in_loss(mutations.fold_by_local_row),
         needs="example_keys",
     ),
@@ -224,14 +224,14 @@ MUTANTS = (
     ),
     Mutant(
         "vocabulary_offset",
-        "each device uses its part of the vocabulary as the first part",
+        "each device treats its vocabulary shard as the first one",
         mutations.seam(vocab, "axis_index", mutations.use_first_vocab_shard),
         meshes=_sharded_over("tensor"),
         unused="the loss uses neither sk.embed nor sk.cross_entropy",
     ),
     Mutant(
         "wrong_ring_step",
-        "keys and values skip a device of the ring",
+        "keys and values move two devices per step of the ring",
         mutations.seam(ring_attention, "ring_shift", mutations.shift_ring_twice),
         meshes=_sharded_over("context"),
         unused="the loss uses no ring: sk.attention with attention.context: ring",

@@ -274,28 +274,29 @@ class Search:
         kind, axes = relation or Relation("differs")
         if kind == "mean" and "mean" not in self._right:
             times = math.prod(self.axes.get(axis, 1) for axis in axes.split(" x "))
-            return f"is each shard's own mean over {axes}, added over it: {times} times too much", axes
+            return f"is each shard's local mean, summed over {axes}, not averaged: {times} times too large", axes
         words = self._words(node, other) if kind == "sum" else None
         if words is not None and "the size of" in words[0]:  # the same on every device
             return words
         if kind in PARTS:
-            return f"is each shard's own {kind} over {axes}, used as if it were of all", axes
+            return f"is each shard's local {kind}, not reduced over {axes}", axes
         every = " x ".join(self.axes)
         primitive = self.many.program.values[node.place].primitive
         if primitive == "random_bits":
-            return "draws other numbers than one device", every
+            return "draws different random numbers than one device", every
         if primitive == "iota" and self._is_place(node, ("differs",)):
-            return "counts within each shard, and not over all of them", every
+            return "counts within each shard, not across shards", every
         if other is None:
             other = next((r for n in self.parents(node) if (r := self._known(n)[1]) is not None), None)
-        return self._words(node, other) or ("stands for nothing on one device, and what follows differs", every)
+        return self._words(node, other) or ("has no counterpart on one device, and later values differ", every)
 
     def _words(self, node: Node, other: ValuePath | None) -> tuple[str, str] | None:
         """Returns (how a value differs from a one-device value, over which axes); None if they are not comparable."""
         if other is None or node.place not in self.many.taps or (found := self._found(node, other)) is None:
             return None
         stacked, right = self.many.program.values[node.place].stacked, self._of_one(self.one, node, other)
-        return difference(found, right, stacked, self.axes) or ("is another value", " x ".join(self.axes))
+        every = " x ".join(self.axes)
+        return difference(found, right, stacked, self.axes) or ("differs from the value on one device", every)
 
 
 def _index(value: Value, turns: Sequence[int]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 from spmdkit.verify.dtypes import wide as widened
 from spmdkit.verify.noise import MULTIPLE
 
-PARTS = ("sum", "mean", "largest", "smallest")
+PARTS = ("sum", "mean", "maximum", "minimum")
 """Kinds of partial values: a reduction over the devices yields the value of one device."""
 
 FLOOR = 1e-5
@@ -30,7 +30,7 @@ NEAR = 0.01
 
 
 class Relation(NamedTuple):
-    """Relation of a value on a mesh to its value on one device: `same`; partial `sum`, `mean`, `largest` or `smallest`
+    """Relation of a value on a mesh to its value on one device: `same`; partial `sum`, `mean`, `maximum` or `minimum`
     over axes; `differs`; or `open`."""
 
     kind: str
@@ -62,7 +62,7 @@ def find_relation(
     in_order = np.sort(right, axis=None)
     is_unknown = False
     for kind, over, candidate in _candidates(by_axis, names, right.size):
-        if kind in ("largest", "smallest") and not is_measured:
+        if kind in ("maximum", "minimum") and not is_measured:
             continue  # the extremum of a few indices or counts matches by coincidence
         apart = distance(candidate, right)
         if apart > near and distance(np.sort(candidate, axis=None), in_order) <= near:
@@ -140,8 +140,8 @@ def _over(x: np.ndarray, dims: Sequence[int], names: Sequence[str]) -> Iterator[
             yield "sum", over, first.sum(rest)
             yield "mean", over, first.mean(rest)
             if len(rest) == len(dims):
-                yield "largest", over, first.max(rest)
-                yield "smallest", over, first.min(rest)
+                yield "maximum", over, first.max(rest)
+                yield "minimum", over, first.min(rest)
 
 
 def _size_named(size: int, axes: Mapping[str, int]) -> str:
@@ -193,15 +193,15 @@ def difference(
             if y.size == 1 and not of:
                 continue  # any number is a multiple of another
             word = f"is {factor:.4g} times" if abs(factor) > 1 else f"is 1/{1 / factor:.4g} of"
-            return f"{word} that of one device{f': the size of {of}' if of else ''}", of or every
+            return f"{word} the value on one device{f': the size of {of}' if of else ''}", of or every
     if x.ndim and y.ndim and x.size == y.size and x.size:
         rows = [np.sort(z.reshape(-1, y.shape[-1]).sum(-1)) for z in (x, y)]
         if rows[0].shape == rows[1].shape and np.allclose(rows[0], rows[1], rtol=1e-4, atol=1e-6):
-            return "has the rows of one device in another order", every
+            return "has the rows of one device in a different order", every
     if stacked and x.shape[1:] == y.shape:
         over = " x ".join(axis for axis, size in stacked.items() if size > 1)
-        return f"is of one shard alone, another on each ({over})", over
+        return f"is a per-shard value that differs along {over}", over
     if x.size == y.size:
         error = distance(x, y) / max(float(np.linalg.norm(y[np.isfinite(y)])), 1e-30)
-        return f"is another value ({error:.1e})", every
+        return f"differs from the value on one device (relative error {error:.1e})", every
     return None

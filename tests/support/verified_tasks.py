@@ -31,7 +31,7 @@ ONE_OF_EACH = list({name.partition(" ")[0]: name for name in reversed(NAMES)}.va
 
 
 def runner_of(name: str) -> CaseRunner:
-    """Returns the case_runner of a task, with its reference."""
+    """Returns the case runner of a task, with its reference run."""
     task = natural_task(name)
     settings = {"data": {"shuffle": False}, **task.settings}
     config = sk.Config(task="t.py:t", batch_size=BATCH, steps=STEPS, **settings)
@@ -43,9 +43,9 @@ def runner_of(name: str) -> CaseRunner:
 def mutants_of(name: str) -> dict[str, str]:
     """Returns mutant -> the check that detected it on a task, MISSED, or why it does not apply."""
     case_runner = runner_of(name)
-    found = {mutant.name: case_runner.mutant(mutant.name, DEVICES) for mutant in MUTANTS}
-    said = lambda o: o["not_applicable"] if "not_applicable" in o else CAUGHT + o["by"] if o["caught"] else MISSED
-    return {mutant: said(outcome) for mutant, outcome in found.items()}
+    results = {mutant.name: case_runner.mutant(mutant.name, DEVICES) for mutant in MUTANTS}
+    describe = lambda o: o["not_applicable"] if "not_applicable" in o else CAUGHT + o["by"] if o["caught"] else MISSED
+    return {mutant: describe(result) for mutant, result in results.items()}
 
 
 # ---- the page
@@ -61,16 +61,16 @@ these tasks are caught on others ([tests/verify/test_verify_mutants.py](../tests
 """
 
 
-def _write(found: dict[str, dict[str, str]]) -> None:
+def _write(outcomes: dict[str, dict[str, str]]) -> None:
     rows = [["mutant", "description", "caught", "not applicable", "not caught"], ["---"] * 5]
     for mutant in MUTANTS:
-        said = {name: outcomes[mutant.name] for name, outcomes in found.items()}
-        caught = sum(words.startswith(CAUGHT) for words in said.values())
-        missed = [name for name, words in said.items() if words == MISSED]
-        others = str(len(said) - caught - len(missed))
+        of_mutant = {name: results[mutant.name] for name, results in outcomes.items()}
+        caught = sum(text.startswith(CAUGHT) for text in of_mutant.values())
+        missed = [name for name, text in of_mutant.items() if text == MISSED]
+        others = str(len(of_mutant) - caught - len(missed))
         rows.append([f"`{mutant.name}`", mutant.description, str(caught), others, ", ".join(missed) or "none"])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    date = f"Run on {datetime.date.today().isoformat()}, {len(found)} tasks.\n\n"
+    date = f"Run on {datetime.date.today().isoformat()}, {len(outcomes)} tasks.\n\n"
     PAGE.write_text(HEAD + date + table + "\n", encoding="utf-8")
 
 
@@ -79,13 +79,13 @@ def main(arguments: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_disable_most_optimizations", True)
     let_optax_promote()
-    found: dict[str, dict[str, str]] = {}
+    outcomes: dict[str, dict[str, str]] = {}
     for name in [a for a in arguments if not a.startswith("--")] or ONE_OF_EACH:
-        found[name] = mutants_of(name)
-        for mutant, words in found[name].items():
-            print(f"{name:24} {mutant:28} {words}", flush=True)
+        outcomes[name] = mutants_of(name)
+        for mutant, text in outcomes[name].items():
+            print(f"{name:24} {mutant:28} {text}", flush=True)
     if "--write" in arguments:
-        _write({name: found[name] for name in ONE_OF_EACH})
+        _write({name: outcomes[name] for name in ONE_OF_EACH})
 
 
 if __name__ == "__main__":

@@ -140,10 +140,14 @@ def run_with(folder, mistake, *arguments):
         (
             "loss = (loss * sk.example_mask()).sum() / jnp.maximum(sk.example_mask().sum(), 1)",
             "false",
-            "of one shard alone, another on each",
+            "is a per-shard value that differs along",
         ),
-        ("loss = loss * jax.random.bernoulli(key, 0.8, loss.shape)", "true", "draws other numbers than one device"),
-        ("loss = loss - sk.all_gather(loss)[: len(loss)].mean()", "true", "is another value"),
+        (
+            "loss = loss * jax.random.bernoulli(key, 0.8, loss.shape)",
+            "true",
+            "draws different random numbers than one device",
+        ),
+        ("loss = loss - sk.all_gather(loss)[: len(loss)].mean()", "true", "differs from the value on one device"),
     ],
     ids=["a mean over the shard", "a forgotten key", "a statistic of one replica"],
 )

@@ -88,7 +88,7 @@ WRONG = {
 @pytest.mark.parametrize(
     ("fault", "mesh", "kind", "says"),
     [
-        ("summed", {"data": 4, "tensor": 1}, "reduced twice", "4 times that of one device: the size of data"),
+        ("summed", {"data": 4, "tensor": 1}, "reduced twice", "4 times the value on one device: the size of data"),
         ("one axis", {"data": 2, "tensor": 2}, "reduced twice", "2 times"),
         ("partial product", {"data": 1, "tensor": 2}, "other", "differs by"),
     ],

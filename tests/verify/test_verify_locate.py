@@ -35,12 +35,12 @@ def is_in(line, function):
 @pytest.mark.parametrize(
     ("loss_fn", "says"),
     [
-        (tasks.own_statistics, "each shard's own mean over data"),
-        (tasks.mean_of_means, "of one shard alone, another on each"),
-        (tasks.divided_twice, "is 1/4 of that of one device: the size of data"),
-        (tasks.summed_twice, "own mean over data, added over it: 4 times too much"),
+        (tasks.own_statistics, "each shard's local mean, not reduced over data"),
+        (tasks.mean_of_means, "is a per-shard value that differs along"),
+        (tasks.divided_twice, "is 1/4 of the value on one device: the size of data"),
+        (tasks.summed_twice, "local mean, summed over data, not averaged: 4 times too large"),
         (tasks.plain_key, "random_bits"),
-        (tasks.rows_of_the_next_replica, "has the rows of one device in another order"),
+        (tasks.rows_of_the_next_replica, "has the rows of one device in a different order"),
         (tasks.one_leaf, ""),
         (tasks.cut_off, ""),
     ],
@@ -81,7 +81,7 @@ def relation(found, right, stacked=AXES, reordered=False):
         (np.stack([RIGHT] * 4), RIGHT, "same", "data"),
         (RIGHT[::-1].reshape(4, 2, 3), RIGHT, "differs", ""),
         (np.moveaxis(RIGHT.reshape(2, 4, 3), 1, 0), RIGHT.reshape(2, 4, 3), "same", ""),
-        (PARTS, PARTS.max(0), "largest", "data"),
+        (PARTS, PARTS.max(0), "maximum", "data"),
         (PARTS, PARTS.sum(0), "sum", "data"),
         (PARTS, PARTS.mean(0), "mean", "data"),
         (PARTS, PARTS[0], "differs", ""),
@@ -122,14 +122,14 @@ def test_sum_over_one_axis_is_a_part():
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    ("found", "text"),
     [
-        (np.stack([RIGHT * 4] * 4), "4 times that of one device: the size of data"),
-        (np.stack([RIGHT / 4] * 4), "1/4 of that of one device: the size of data"),
-        (np.random.default_rng(2).normal(size=(4, 8, 3)), "of one shard alone, another on each (data)"),
-        (np.random.default_rng(2).normal(size=(4, 2, 3)), "another value"),
+        (np.stack([RIGHT * 4] * 4), "4 times the value on one device: the size of data"),
+        (np.stack([RIGHT / 4] * 4), "1/4 of the value on one device: the size of data"),
+        (np.random.default_rng(2).normal(size=(4, 8, 3)), "is a per-shard value that differs along data"),
+        (np.random.default_rng(2).normal(size=(4, 2, 3)), "differs from the value on one device (relative error"),
     ],
 )
-def test_a_difference_is_said_in_words(found, says):
+def test_difference_is_described(found, text):
     how, axis = difference(found, RIGHT, AXES, AXES)
-    assert says in how and axis == "data"
+    assert text in how and axis == "data"

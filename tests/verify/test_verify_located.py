@@ -1,5 +1,4 @@
-"""Mistakes of users and of the toolkit in five natural tasks: `verify` sees each, and says a line that is right, or
-none."""
+"""Bugs in five natural tasks and in spmdkit: `verify` detects each, and reports the right line or none."""
 
 import pytest
 
@@ -8,56 +7,55 @@ from tests.support.forms import slow_except
 
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")
 
-QUICK = ["cnn median_of_a_shard", "recurrent key_forgotten", "contrastive gradient_by_rows"]
-QUICK_OTHERS = ["long denominators_averaged", "recurrent statistic_of_a_shard"]
+QUICK = ["cnn local_median", "recurrent no_example_keys", "contrastive gradient_times_local_rows"]
+QUICK_SHARDED = ["long averaged_denominator", "recurrent local_mean"]
 
-WORDS = {
-    "long softmax_of_a_shard": (
-        ":37 (attention): broadcast_in_dim [8, 8, 1] is each shard's own sum over context, used as if it were of all"
+REPORTS = {
+    "long local_denominator": (
+        ":37 (attention): broadcast_in_dim [8, 8, 1] is each shard's local sum, not reduced over context"
     ),
-    "moe statistic_of_a_shard": "is each shard's own mean over data, used as if it were of all",
-    "contrastive times_replicas": "is 4 times that of one device: the size of data",
-    "moe key_forgotten": "random_bits [4, 6, 8] draws other numbers than one device",
-    "moe place_in_the_shard": "iota [4] counts within each shard, and not over all of them",
+    "moe local_mean": "is each shard's local mean, not reduced over data",
+    "contrastive multiplied_by_replicas": "is 4 times the value on one device: the size of data",
+    "moe no_example_keys": "random_bits [4, 6, 8] draws different random numbers than one device",
+    "moe local_row_index": "iota [4] counts within each shard, not across shards",
 }
-"""Task and kind -> the words: a missing sum, a shard's statistic, a factor, noise, an index; a permutation is in
-test_verify_locate.py."""
+"""`task name` -> part of the report. A permutation is in test_verify_locate.py."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", QUICK)
 def test_line_is_located(case):
-    assert located.locate_line(*case.split()).verdict == "right"
+    assert located.locate_bug(*case.split()).verdict == located.RIGHT
 
 
-@pytest.mark.parametrize("case", slow_except(QUICK_OTHERS, located.OTHERS))
-def test_line_is_located_on_other_meshes(case):
-    found = located.locate_line(*located.OTHERS[case])
-    assert found.verdict == "right", found
+@pytest.mark.parametrize("case", slow_except(QUICK_SHARDED, located.SHARDED))
+def test_line_is_located_on_meshes_that_shard_parameters_or_the_sequence(case):
+    outcome = located.locate_bug(*located.SHARDED[case])
+    assert outcome.verdict == located.RIGHT, outcome
 
 
 @pytest.mark.forms(1)
-@pytest.mark.parametrize(("case", "says"), WORDS.items())
-def test_difference_and_axes_are_reported(case, says):
-    found = located.locate_line(*located.OTHERS.get(case, case.split()))
-    assert says in found.text, found
+@pytest.mark.parametrize(("case", "report"), REPORTS.items())
+def test_difference_and_axes_are_reported(case, report):
+    outcome = located.locate_bug(*located.SHARDED.get(case, case.split()))
+    assert report in outcome.report, outcome
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", located.TASKS)
-def test_four_in_five_kinds_are_located(task):
-    outcomes = {name: located.locate_line(task, name) for name in (*located.USERS, *located.TOOLKITS)}
-    verdicts = [found.verdict for found in outcomes.values()]
-    assert len(outcomes) >= 20 and set(verdicts) <= {"right", "silent"}, outcomes
-    assert verdicts.count("right") >= 0.8 * len(verdicts), outcomes
+def test_four_in_five_bugs_are_located(task):
+    outcomes = {name: located.locate_bug(task, name) for name in (*located.TASK_BUGS, *located.MUTANT_FUNCTIONS)}
+    verdicts = [outcome.verdict for outcome in outcomes.values()]
+    assert len(outcomes) >= 20 and set(verdicts) <= {located.RIGHT, located.NO_LINE}, outcomes
+    assert verdicts.count(located.RIGHT) >= 0.8 * len(verdicts), outcomes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", located.TASKS)
-@pytest.mark.parametrize("name", located.USERS)
-def test_mistake_is_one_statement(task, name):
-    """The text with the mistake is the task's own but for the line, and is Python."""
-    text, wrong = located.changed(located.text_of(task), located.USERS[name])
+@pytest.mark.parametrize("name", located.TASK_BUGS)
+def test_bug_is_one_statement(task, name):
+    """All other lines are those of the task, and the text is Python."""
+    text, wrong = located.changed(located.text_of(task), located.TASK_BUGS[name])
     compile(text, task, "exec")
-    kept = [line for i, line in enumerate(text.splitlines(), 1) if i not in wrong]
-    assert len(wrong) <= 2 and set(kept) < set(located.text_of(task).splitlines())
+    rest = [line for i, line in enumerate(text.splitlines(), 1) if i not in wrong]
+    assert len(wrong) <= 2 and set(rest) < set(located.text_of(task).splitlines())

@@ -1,4 +1,4 @@
-"""A CNN in flax linen: batch norm over the real rows of all replicas, dropout, running averages in the model state."""
+"""A CNN in flax linen: batch norm over all replicas without padding, dropout, running averages in the model state."""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""SimCLR with an encoder in equinox: each view finds the other one among all real views of the whole batch."""
+"""SimCLR with an encoder in equinox: each view is matched with all views of the batch, without padding."""
 
 import equinox as eqx
 import jax
@@ -34,8 +34,8 @@ def loss_fn(params, batch, key):
     a, b = (embed(params, x, key) for x in views(batch["x"], sk.example_keys()))
     others, real = sk.all_gather(b, with_mask=True)
     similarity = jnp.where(real, 5 * a @ others.T, -jnp.inf)
-    own = sk.replica_index() * len(a) + jnp.arange(len(a))
-    loss = optax.softmax_cross_entropy_with_integer_labels(similarity, own)
+    positives = sk.replica_index() * len(a) + jnp.arange(len(a))
+    loss = optax.softmax_cross_entropy_with_integer_labels(similarity, positives)
     # loss
     return sk.mean(loss, weights=batch["weight"])
 

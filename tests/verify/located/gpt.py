@@ -1,4 +1,4 @@
-"""A byte GPT in raw JAX: blocks in a scan, rematerialised, dropout for each example."""
+"""A byte GPT in raw JAX: blocks in a scan, rematerialized, with dropout keys per example."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ DATA = {
 def init(key):
     normal = lambda k, *shape: jax.random.normal(k, shape) / np.sqrt(shape[-2])
     names = {"qkv": (LAYERS, WIDTH, 3 * WIDTH), "out": (LAYERS, WIDTH, WIDTH), "up": (LAYERS, WIDTH, 32)}
-    names |= {"down": (LAYERS, 32, WIDTH), "embed": (VOCAB, WIDTH), "place": (LENGTH, WIDTH)}
+    names |= {"down": (LAYERS, 32, WIDTH), "embed": (VOCAB, WIDTH), "position": (LENGTH, WIDTH)}
     return {name: normal(k, *shape) for (name, shape), k in zip(names.items(), jax.random.split(key, 6), strict=True)}
 
 
@@ -52,7 +52,7 @@ def loss_fn(params, batch, key):
     keys = sk.example_keys()
     h, _ = lax.scan(
         lambda h, layer: (jax.checkpoint(block)(h, layer, keys, key), None),
-        params["embed"][inputs] + params["place"],
+        params["embed"][inputs] + params["position"],
         layers,
     )
     logits = norm(h) @ params["embed"].T

@@ -1,4 +1,4 @@
-"""A language model whose sequence is cut over `context`, with its own attention: each device has some of the
+"""A language model with its sequence sharded over `context` and custom attention: each device has a shard of the
 keys, and all queries."""
 
 import jax
@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 import spmdkit as sk
-from spmdkit.ops.collectives import all_gather, all_reduce, axis_index, axis_size, reduce_scatter  # noqa: F401 - of a mistake
+from spmdkit.ops.collectives import all_gather, all_reduce, axis_index, axis_size, reduce_scatter  # noqa: F401 - used by a bug
 
 NUM, LENGTH, WIDTH, VOCAB = 40, 8, 16, 32
 
@@ -32,8 +32,8 @@ def attention(x, qkv):
     # sequence
     q = all_gather(q, "sequence", dim=1)
     scores = jnp.einsum("bqd,bkd->bqk", q, k) / np.sqrt(x.shape[-1])
-    places = axis_index("sequence") * x.shape[1] + jnp.arange(x.shape[1])
-    weights = jnp.where(jnp.arange(LENGTH)[:, None] >= places, jnp.exp(jnp.tanh(scores)), 0)
+    positions = axis_index("sequence") * x.shape[1] + jnp.arange(x.shape[1])
+    weights = jnp.where(jnp.arange(LENGTH)[:, None] >= positions, jnp.exp(jnp.tanh(scores)), 0)
     total = all_reduce(weights.sum(-1, keepdims=True), "sequence")
     return reduce_scatter(jnp.einsum("bqk,bkd->bqd", weights / total, v), "sequence", dim=1)
 

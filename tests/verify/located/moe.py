@@ -1,5 +1,5 @@
-"""A mixture of experts in raw JAX: a router, a sum over the experts by its weights, and the balance of the load over
-the whole batch."""
+"""A mixture of experts in raw JAX: a router, a weighted sum over the experts, and a load-balancing loss over the
+whole batch."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A GRU over time in raw JAX, with dropout on what it has read and the mean over all replicas taken away from its
+"""A GRU over time in raw JAX, with dropout on its last state; the mean over all replicas is subtracted from the
 inputs."""
 
 import jax
