@@ -235,6 +235,12 @@ def user_line(eqn: Any) -> str | None:
     return next(iter(user_lines(eqn)), None)
 
 
+def functions_of(eqn: Any, file: str) -> set[str]:
+    """Returns the names of the functions of a file that created an equation of a jaxpr."""
+    traceback = eqn.source_info.traceback
+    return {f.function_name for f in (() if traceback is None else traceback.frames) if f.file_name == file}
+
+
 def bound_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which mesh axes of these names and sizes are bound, as in `shard_map`."""
     from jax._src import core

@@ -3,7 +3,7 @@
     key(seed)                                         passed to `init` unchanged, as in plain JAX
     |- fold STEPS - fold step                         `state.key`
     |     |- fold LOSS - fold replica - fold micro    the plain key of a loss
-    |     |- fold EXAMPLES - fold salt - fold position   `sk.example_keys(salt)`
+    |     |- fold EXAMPLES - fold salt (- fold layer) - fold position   `sk.example_keys(salt)`
     |     `- fold REDUCER                             of a reducer that draws random numbers
     |- fold UPDATE - the same subtree                 after an update within a step: four updates have four keys
     `- fold EVALUATION - the same subtree             with the index of the batch as the step
@@ -18,10 +18,12 @@ implementation with threefry's bits. Example keys stay threefry keys.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spmdkit.foundation.trees import is_key
 
@@ -81,10 +83,18 @@ def reducer_key(key: jax.Array) -> jax.Array:
     return _fold(_threefry(key), REDUCER)
 
 
-def example_keys(key: jax.Array, salt: Any, places: jax.Array) -> jax.Array:
-    """Returns one threefry key per position in the global batch."""
+def example_keys(key: jax.Array, salt: Any, places: jax.Array, layer: jax.Array | None = None) -> jax.Array:
+    """Returns one threefry key per position in the global batch. `layer`: number of the layer of a pipeline."""
+    if isinstance(salt, str):
+        salt = np.uint32(zlib.crc32(salt.encode()))
     base = _fold(_threefry(key), EXAMPLES, salt)
+    base = base if layer is None else fold_layer(base, layer)
     return jax.vmap(lambda place: jax.random.fold_in(base, place))(places)
+
+
+def fold_layer(key: jax.Array, layer: jax.Array) -> jax.Array:
+    """Returns the key of a layer of a pipeline."""
+    return _fold(key, layer)
 
 
 def _fold(key: jax.Array, *data: Any) -> jax.Array:

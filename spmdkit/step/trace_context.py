@@ -328,6 +328,7 @@ class Examples:
         key: key of the step, the same on every replica.
         whole: the rows of all replicas, in a `train_step` on global arrays.
         of_step: the rows of a full `train_step`, not of a loss within it.
+        layer: number of the layer of `sk.pipeline` that is being traced, or None.
     """
 
     num: int
@@ -336,6 +337,7 @@ class Examples:
     key: jax.Array | None
     whole: bool = False
     of_step: bool = False
+    layer: jax.Array | None = None
     token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 
 

@@ -44,8 +44,7 @@ def make_layer(mlp, dropout):
         x_BTD = carry["x"]
         h_BTD = mlp(norm(x_BTD, w["norm"]), w["up"], w["down"])
         if dropout:
-            keys_B = jax.vmap(jax.random.fold_in, (0, None))(sk.example_keys(), index)
-            keep_BTD = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, h_BTD.shape[1:]))(keys_B)
+            keep_BTD = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, h_BTD.shape[1:]))(sk.example_keys())
             h_BTD = jnp.where(keep_BTD, h_BTD / 0.9, 0)
         # One for activations of the previous layer; zero or infinite in an idle stage.
         h_BTD /= (1 + carry["depth"] - index.astype(carry["depth"].dtype))[:, None, None].astype(h_BTD.dtype)

@@ -31,13 +31,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 
 from spmdkit.foundation.trees import abstract
 from spmdkit.ops.pipeline.checks import check_layers, check_place, checked, loss_and_metrics, without_gradient
 from spmdkit.ops.pipeline.gpipe import forward
 from spmdkit.ops.pipeline.one_f_one_b import one_f_one_b
-from spmdkit.ops.pipeline.parts import AXIS, Model, Pipe, Rows
+from spmdkit.ops.pipeline.parts import AXIS, Model, Pipe, Rows, layers_in_order
 from spmdkit.ops.pipeline.schedule import StageSchedule
 from spmdkit.step import trace_context
 
@@ -73,7 +72,7 @@ def pipeline(
 
     The functions must not close over traced arrays: their inputs are the parameters and `rows`, a pytree of arrays
     [examples, ...] without gradient. They may call `sk.example_keys` and `sk.example_mask`, which apply to the current
-    rows.
+    rows. Inside `layer` the keys differ between layers.
 
     Layout: layers [L, ...] with dim `layers` first (`layout.axes`: the pipeline axis); embedding and head replicated
         along the pipeline axis.
@@ -119,8 +118,7 @@ def _one_stage(
     """Returns (loss, metrics) of the unpipelined model: a scan over the layers. `stack` is [L, ...]."""
     rows, embed = example_rows.data, model.embed
     model, _ = checked(model, context, embed_params, jax.tree.map(lambda w: w[0], stack), head_params, example_rows)
-    x = embed(embed_params, rows)
-    x, _ = lax.scan(lambda x, weights: (model.layer(x, weights, rows), None), x, stack)
+    x = layers_in_order(lambda x, w: model.layer(x, w, rows), 0, embed(embed_params, rows), stack)
     return model.head(x, head_params, rows)
 
 

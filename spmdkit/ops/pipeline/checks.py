@@ -60,7 +60,7 @@ def checked(
 
     def traced(name: str, fn: Callable[..., Any], *args: Any) -> Any:
         def on_rows(rows: Rows, *args: Any) -> Any:
-            with working_on(trace, rows):
+            with working_on(trace, rows, jnp.int32(0) if name == "layer" else None):
                 return alone(fn, *args, rows.data)
 
         closed, out = jax.make_jaxpr(on_rows, return_shape=True)(rows, *args)

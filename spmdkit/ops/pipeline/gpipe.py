@@ -40,9 +40,8 @@ def forward(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> A
         def run_stage(
             stage: Any, valid: Any, micro: Any, chunk: Any, embedding: Any, chunks: Any, x: Any, rows: Rows
         ) -> Any:
-            fresh = (stage == 0) & (chunk == 0)
             embedding, weights, x = gate(valid, (embedding, pick(chunks, chunk), x))
-            return pipe.stage(fresh, embedding, weights, x, rows.map(lambda a: pick(a, micro)))
+            return pipe.stage(stage, chunk, embedding, weights, x, rows.map(lambda a: pick(a, micro)))
 
         mapped = pipe.over_stages(run_stage, (0, 0, 0, 0, 0, 0, 0, None))
         out = mapped(pipe.stages, work.valid, work.microbatch, work.chunk, embedding, chunks, inbox, rows)

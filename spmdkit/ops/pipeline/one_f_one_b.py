@@ -170,8 +170,7 @@ class _TickLoop:
         """Returns the output of each stage."""
 
         def run_stage(stage: Any, micro: Any, chunk: Any, chunks: Any, x: Any) -> Any:
-            fresh = (stage == 0) & (chunk == 0)
-            return self.pipe.stage(fresh, self.embedding, pick(chunks, chunk), x, self._microbatch(micro))
+            return self.pipe.stage(stage, chunk, self.embedding, pick(chunks, chunk), x, self._microbatch(micro))
 
         out = self.pipe.over_stages(run_stage, 0)(self.pipe.stages, work.microbatch, work.chunk, self.chunks, inbox)
         return self.pipe.place(out, AXIS, "rows")
@@ -197,13 +196,14 @@ class _TickLoop:
         pipe, (e_floats, e_others, e_rebuild) = self.pipe, _floats(self.embedding)
 
         def stage_gradient(stage: Any, work: Work, chunks: Any, ring: Any, ct: Any, from_head: Any) -> Any:
-            is_first = (stage == 0) & (work.chunk == 0)
             is_last = (stage == pipe.num_stages - 1) & (work.chunk == pipe.schedule.num_chunks - 1)
             chunk, rows = pick(chunks, work.chunk), self._microbatch(work.microbatch)
             w_floats, w_others, w_rebuild = _floats(chunk)
 
             def stage_of(e_floats: Any, w_floats: Any, x: Any) -> Any:
-                return pipe.stage(is_first, e_rebuild(e_floats, e_others), w_rebuild(w_floats, w_others), x, rows)
+                return pipe.stage(
+                    stage, work.chunk, e_rebuild(e_floats, e_others), w_rebuild(w_floats, w_others), x, rows
+                )
 
             _, vjp = jax.vjp(stage_of, e_floats, w_floats, pick(ring, work.slot))
             embed_grads, chunk_grads, ct = vjp(select(is_last, from_head, ct))

@@ -54,11 +54,12 @@ class Rows:
 
 
 @contextlib.contextmanager
-def working_on(context: trace_context.Context, rows: Rows) -> Iterator[None]:
-    """Context in which the user's functions are traced with `rows` as the current examples."""
+def working_on(context: trace_context.Context, rows: Rows, layer: Any = None) -> Iterator[None]:
+    """Context in which the user's functions are traced with `rows` as the current examples, in a layer or none."""
     scope: Any = contextlib.nullcontext()
     if rows.positions is not None:
-        scope = trace_context.with_examples(trace_context.Examples(rows.num, rows.mask, rows.positions, rows.key))
+        examples = trace_context.Examples(rows.num, rows.mask, rows.positions, rows.key, layer=layer)
+        scope = trace_context.with_examples(examples)
     with trace_context.tracing(context), scope:
         yield
 
@@ -89,11 +90,12 @@ class Pipe:
 
     # ---- the user's functions
 
-    def stage(self, fresh: jax.Array, embedding: Any, weights: Any, x: Any, rows: Rows) -> Any:
-        """Returns x[b, ...] after one chunk of layers; if `fresh`, the input is the embedding of the rows."""
+    def stage(self, stage: Any, chunk: Any, embedding: Any, weights: Any, x: Any, rows: Rows) -> Any:
+        """Returns x[b, ...] after one chunk of layers; the input of the first is the embedding of the rows."""
         with working_on(self.context, rows):
-            x = select(fresh, alone(self.model.embed, embedding, rows.data), x)
-            return lax.scan(lambda x, w: (alone(self.model.layer, x, w, rows.data), None), x, weights)[0]
+            x = select((stage == 0) & (chunk == 0), alone(self.model.embed, embedding, rows.data), x)
+            first = (chunk * self.num_stages + stage) * jax.tree.leaves(weights)[0].shape[0]
+            return layers_in_order(lambda x, w: alone(self.model.layer, x, w, rows.data), first, x, weights)
 
     def head(self, params: Any, x: Any, rows: Rows) -> Any:
         """Returns the result of the user's head for one part of a microbatch."""
@@ -226,6 +228,22 @@ class Pipe:
 
 
 # ---- helpers
+
+
+def layers_in_order(layer: Callable[..., Any], first: Any, x: Any, weights: Any) -> Any:
+    """Returns x[b, ...] after the layers of `weights` [K, ...]. `first`: number of the first of them."""
+    examples = trace_context.current_examples()
+
+    def step(x: Any, numbered: Any) -> tuple[Any, None]:
+        number, of_layer = numbered
+        scope: Any = contextlib.nullcontext()
+        if examples is not None:
+            scope = trace_context.with_examples(dataclasses.replace(examples, layer=number))
+        with scope:
+            return layer(x, of_layer), None
+
+    num = jax.tree.leaves(weights)[0].shape[0]
+    return lax.scan(step, x, (first + jnp.arange(num, dtype=jnp.int32), weights))[0]
 
 
 def select(condition: Any, a: Any, b: Any) -> Any:

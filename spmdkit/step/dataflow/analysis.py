@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdkit import compat
+from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.step.dataflow.constants import check_constants
 from spmdkit.step.dataflow.flow import NONE, Flow
@@ -103,6 +104,9 @@ def analyze(
 ) -> list[Usage] | None:
     """Returns how rows enter each result, or None if the loss cannot be traced. Compiles nothing.
 
+    Raises:
+        ConfigError: calls of `sk.example_keys` give the same random numbers twice.
+
     Args:
         loss: `(state, shared, rows, replica) -> (loss, metrics, new model state)` of one replica.
         bound: names and sizes of the replica axes that the trace binds; empty if they are bound already.
@@ -152,6 +156,8 @@ def _usages(
     loss_flows, metric_flows = (jax.tree.map(lambda _: next(flows), part) for part in shapes[:2])
     leaves_in = jax.tree.leaves((inputs.state, inputs.shared, rows, replica))
     keys = key_uses(traced, [i for i, x in enumerate(leaves_in) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)])
+    if keys.problem:
+        raise ConfigError(keys.problem)
     loss_usages = [] if shapes[0] is None else [_usage("loss", "", shapes[0], loss_flows)]
     usages = [replace(usage, keys=keys.text) for usage in loss_usages]
     usages += [_usage("metric", name, shapes[1][name], metric_flows[name]) for name in shapes[1]]

@@ -7,8 +7,8 @@ depend on its iteration draws the same numbers in every iteration.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,25 @@ import jax.numpy as jnp
 
 from spmdkit import compat
 from spmdkit.foundation import jaxprs
+from spmdkit.step import rng
 
 _DRAWS = frozenset(["random_bits", "random_gamma"])
+_CONVERSIONS = frozenset(["convert_element_type", "reshape", "broadcast_in_dim", "squeeze"])
+
+
+class Call(NamedTuple):
+    """A call of `sk.example_keys`.
+
+    Attributes:
+        line: line of the user's code.
+        trace: identities of the traces that made its operations. A function that JAX traces once and copies
+            (`jax.checkpoint`) has one; two calls of it have different ones.
+        loops: the loops around the call.
+    """
+
+    line: str | None
+    trace: tuple[int, ...]
+    loops: tuple[int, ...]
 
 
 class Value(NamedTuple):
@@ -27,10 +44,30 @@ class Value(NamedTuple):
     Attributes:
         path: its derivation from a key: operations and operands, equal for equal values; None if it is no key.
         loops: the loops of which it depends on the iteration.
+        call: the call of `sk.example_keys` that derived it, or None.
+        same: of a value that is no key: equal for equal values.
     """
 
     path: tuple[Any, ...] | None = None
     loops: frozenset[int] = frozenset()
+    call: Call | None = None
+    same: Any = None
+
+
+class Draw(NamedTuple):
+    """A draw from a key: its line, the call of `sk.example_keys` or None, and the branches around it."""
+
+    line: str | None
+    call: Call | None
+    branches: Mapping[int, int]
+
+    def repeats(self, other: Draw) -> bool:
+        """Returns whether both draw from keys of different calls of `sk.example_keys` in one run of the loss."""
+        if self.call is None or other.call is None:
+            return False
+        mine, others = set(self.call.trace), set(other.call.trace)
+        exclusive = any(other.branches.get(cond, branch) != branch for cond, branch in self.branches.items())
+        return not (exclusive or mine <= others or others <= mine)
 
 
 @dataclass
@@ -38,18 +75,38 @@ class KeyUses:
     """The draws of a loss.
 
     Attributes:
-        draws: derivation of a key -> lines that draw from it.
+        draws: derivation of a key -> draws from it.
         in_loops: lines inside a loop that draw from a key which does not depend on the iteration.
+        repeated: (line of a call of `sk.example_keys`, line of its loop) with the same keys in each iteration.
     """
 
-    draws: dict[tuple[Any, ...], list[str | None]] = field(default_factory=dict)
+    draws: dict[tuple[Any, ...], list[Draw]] = field(default_factory=dict)
     in_loops: list[str | None] = field(default_factory=list)
+    repeated: list[tuple[str | None, str | None]] = field(default_factory=list)
 
     @property
     def several(self) -> list[str | None]:
         """The lines that draw from a key which has been drawn from before, with the first line."""
-        repeated = next((lines for lines in self.draws.values() if len(lines) > 1), [])
-        return list(dict.fromkeys(repeated))
+        repeated = next((draws for draws in self.draws.values() if len(draws) > 1), [])
+        return list(dict.fromkeys(draw.line for draw in repeated))
+
+    @property
+    def problem(self) -> str:
+        """A message about calls of `sk.example_keys` that give the same random numbers twice, or an empty text."""
+        for line, loop in self.repeated:
+            return (
+                f"{line} calls sk.example_keys() in the loop of {loop}: every iteration draws the same numbers. Fold "
+                "the iteration in, sk.example_keys(i), or call it before the loop if the same numbers are intended."
+            )
+        pairs = (pair for draws in self.draws.values() for pair in itertools.combinations(draws, 2))
+        for first, second in ((a.call, b.call) for a, b in pairs if a.repeats(b)):
+            assert first is not None and second is not None
+            return (
+                f"{first.line} and {second.line} call sk.example_keys() with the same salt: both draw the same "
+                "numbers. Give each call its own salt, sk.example_keys('name of the layer'), or call it once and pass "
+                "the keys to both if the same numbers are intended."
+            )
+        return ""
 
     @property
     def text(self) -> str:
@@ -65,66 +122,98 @@ def key_uses(closed: jax.extend.core.ClosedJaxpr, keys: Sequence[int]) -> KeyUse
     uses, given = KeyUses(), [Value()] * len(closed.jaxpr.invars)
     for index in keys:
         given[index] = Value(("key", index))
-    _Walk(uses, itertools.count()).run(closed.jaxpr, given, (), None)
+    _Walk(uses, itertools.count(), {}).run(closed.jaxpr, given, _Place())
     return uses
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a jaxpr is called: the loops, branches and traces around it, and the line of the call."""
+
+    loops: tuple[int, ...] = ()
+    branches: Mapping[int, int] = field(default_factory=dict)
+    trace: tuple[int, ...] = ()
+    line: str | None = None
 
 
 @dataclass(frozen=True)
 class _Walk:
     uses: KeyUses
     numbers: Iterator[int]
+    lines: dict[int, str | None]  # of loops
 
-    def run(self, jaxpr: Any, given: Sequence[Value], loops: tuple[int, ...], line: str | None) -> list[Value]:
-        """Returns the results of a jaxpr. `loops`: the loops around it; `line`: of the call."""
-        known: dict[Any, Value] = dict(zip(jaxpr.invars, given, strict=True))
+    def run(self, jaxpr: Any, given: Sequence[Value], place: _Place) -> list[Value]:
+        """Returns the results of a jaxpr."""
+        known: dict[Any, Value] = {}
+        name: Callable[[Any, Value], Value] = lambda var, x: x if x.path or x.same else x._replace(same=id(var))
+        known.update((var, name(var, value)) for var, value in zip(jaxpr.invars, given, strict=True))
         read: Callable[[Any], Value] = lambda var: Value() if _is_literal(var) else known.get(var, Value())
         for eqn in jaxpr.eqns:
-            outputs = self._results(eqn, [read(var) for var in eqn.invars], loops, line)
-            known.update(zip(eqn.outvars, outputs, strict=True))
+            outputs = self._results(eqn, [read(var) for var in eqn.invars], place)
+            known.update((var, name(var, value)) for var, value in zip(eqn.outvars, outputs, strict=True))
         return [read(var) for var in jaxpr.outvars]
 
-    def _results(self, eqn: Any, given: list[Value], loops: tuple[int, ...], line: str | None) -> list[Value]:
+    def _results(self, eqn: Any, given: list[Value], place: _Place) -> list[Value]:
         name, num = eqn.primitive.name, len(eqn.outvars)
         around = frozenset().union(*(value.loops for value in given))
         inner = list(jaxprs.inner_jaxprs(eqn))
-        here = compat.user_line(eqn) or line
+        line = compat.user_line(eqn) or place.line
+        here = replace(place, line=line, trace=(*place.trace, id(eqn.source_info.traceback)))
         if name in ("scan", "while"):
-            return self._loop(eqn, given, loops, here)
+            return self._loop(eqn, given, here)
         if name == "cond":
-            return [self.run(body, given[1:], loops, here) for body in inner][0]  # noqa: RUF015 - all of them
+            cond = next(self.numbers)
+            results = [
+                self.run(body, given[1:], replace(here, branches={**here.branches, cond: i}))
+                for i, body in enumerate(inner)
+            ]
+            return results[0]
         if inner and len(inner[0].invars) == len(given) and len(inner[0].outvars) == num:
-            return self.run(inner[0], given, loops, here)
+            return self.run(inner[0], given, here)
         if all(value.path is None for value in given):
-            return [Value(None, around)] * num
+            same = (name, str(eqn.params), given[0].same) if name in _CONVERSIONS and given[0].same else None
+            return [Value(None, around, same=same)] * num
         if name in _DRAWS:
-            self._draw(given[0], loops, here)
+            self._draw(given[0], here)
             return [Value(None, around)] * num
         if not any(_may_be_key(var) for var in eqn.outvars):
             return [Value(None, around)] * num
         operands = zip(given, eqn.invars, strict=True)
-        parts = [value.path or (str(var) if _is_literal(var) else id(var)) for value, var in operands]
+        makers = compat.functions_of(eqn, rng.__file__)
+        of_layer = rng.fold_layer.__name__ in makers
+        parts = [
+            value.path or (str(var) if _is_literal(var) else "layer" if of_layer else value.same)
+            for value, var in operands
+        ]
         path = (name, *parts, str(sorted((key, str(value)) for key, value in eqn.params.items())))
-        return [Value((*path, i), around) for i in range(num)]
+        call = next((value.call for value in given if value.call is not None), None)
+        if rng.example_keys.__name__ in makers:
+            call = Call(line, here.trace, here.loops)
+        return [Value((*path, i), around, call) for i in range(num)]
 
-    def _draw(self, key: Value, loops: tuple[int, ...], line: str | None) -> None:
+    def _draw(self, key: Value, place: _Place) -> None:
         if key.path is None:
             return
-        if any(loop not in key.loops for loop in loops):
-            self.uses.in_loops.append(line)
-        self.uses.draws.setdefault(key.path, []).append(line)
+        if same := [loop for loop in place.loops if loop not in key.loops]:
+            self.uses.in_loops.append(place.line)
+            if called := [loop for loop in same if key.call is not None and loop in key.call.loops]:
+                self.uses.repeated.append((key.call and key.call.line, self.lines[called[-1]]))
+        self.uses.draws.setdefault(key.path, []).append(Draw(place.line, key.call, place.branches))
 
-    def _loop(self, eqn: Any, given: list[Value], loops: tuple[int, ...], line: str | None) -> list[Value]:
+    def _loop(self, eqn: Any, given: list[Value], place: _Place) -> list[Value]:
         loop = next(self.numbers)
+        self.lines[loop] = place.line
         if eqn.primitive.name == "scan":
             first, body = compat.carried_inputs(eqn)[0], eqn.params["jaxpr"].jaxpr
         else:
             given = given[eqn.params["cond_nconsts"] :]
             first, body = eqn.params["body_nconsts"], eqn.params["body_jaxpr"].jaxpr
         moving = [
-            Value(x.path and ("iteration", loop, i, x.path), x.loops | {loop}) for i, x in enumerate(given[first:])
+            Value(x.path and ("iteration", loop, i, x.path), x.loops | {loop}, x.call)
+            for i, x in enumerate(given[first:])
         ]
-        out = self.run(body, [*given[:first], *moving], (*loops, loop), line)
-        return [Value(x.path and ("after", loop, x.path), x.loops - {loop}) for x in out]
+        out = self.run(body, [*given[:first], *moving], replace(place, loops=(*place.loops, loop)))
+        return [Value(x.path and ("after", loop, x.path), x.loops - {loop}, x.call) for x in out]
 
 
 def _is_literal(var: Any) -> bool:

@@ -272,7 +272,7 @@ def example_mask() -> jax.Array:
     return jnp.ones(examples.num, bool) if examples.mask is None else examples.mask
 
 
-def example_keys(salt: int = 0) -> jax.Array:
+def example_keys(salt: int | str | jax.Array = 0) -> jax.Array:
     """Returns one random key per example of this call of the loss, identical on every mesh.
 
     Keys depend only on (seed, step, position in the global batch). Random values drawn from them (dropout per example,
@@ -281,16 +281,26 @@ def example_keys(salt: int = 0) -> jax.Array:
     Shapes: key[examples], for `jax.vmap`. Always threefry keys, independent of JAX's default implementation.
 
     Args:
-        salt: different salts give independent keys, for example one per layer.
+        salt: an integer or a string. Different salts give independent keys, for example one per layer. Inside `layer`
+            of `sk.pipeline` the number of the layer is folded in.
 
     Raises:
+        ConfigError: the salt is neither. Or a second call draws from the keys of the first, in the same place or in
+            each iteration of a loop. The keys of one call may be passed to several layers.
         RuntimeError: called outside of a loss that spmdkit runs, or in an evaluation without a key.
     """
     examples = _required("sk.example_keys()")
     if examples.key is None:
         raise RuntimeError("sk.example_keys() in an evaluation: there is no randomness. Draw only if key is not None.")
     trace_context.current().usage.record_call("example_keys")
-    return rng.example_keys(examples.key, salt, examples.positions)
+    number = isinstance(salt, int | np.ndarray | np.generic | jax.Array) and jnp.ndim(salt) == 0
+    number = number and jnp.issubdtype(jnp.result_type(salt), jnp.integer)
+    if not (isinstance(salt, str) or number) or (isinstance(salt, int) and not 0 <= salt < 2**32):
+        raise ConfigError(
+            f"sk.example_keys: the salt is {salt!r}. It is a string, or an integer from 0 to 2**32 - 1. Try "
+            "sk.example_keys('dropout')."
+        )
+    return rng.example_keys(examples.key, salt, examples.positions, examples.layer)
 
 
 def _required(name: str) -> trace_context.Examples:
