@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.trees import named_leaves, tree_bytes
+from spmdkit.foundation.trees import check_names, named_leaves, tree_bytes
 
 LeafTable = dict[str, tuple[tuple[int, ...], str]]
 """Path of a leaf -> (global shape, name of its dtype)."""
@@ -49,8 +49,9 @@ def leaf_table(state: Any) -> LeafTable:
     """Returns `{path: (shape, dtype name)}` of a state of arrays or of abstract arrays, in flattening order.
 
     Raises:
-        ConfigError: a leaf is not a jax array, or two leaves have the same path (a dict key contains `/` or `.`).
+        ConfigError: a leaf is not a jax array, or names of leaves are empty or collide.
     """
+    check_names(state, "the state")
     table: LeafTable = {}
     for path, leaf in named_leaves(state):
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
@@ -58,33 +59,8 @@ def leaf_table(state: Any) -> LeafTable:
                 f"the state's leaf `{path}` is a {type(leaf).__name__}. Every leaf of a state that is saved is a "
                 "jax.Array. Make it one with jnp.asarray, or keep it out of the state."
             )
-        if path in table:
-            raise ConfigError(
-                f"the state has two leaves with the path `{path}`. A checkpoint knows leaves by their path, keys "
-                "joined by `/`. Rename one of the keys."
-            )
         table[path] = (tuple(leaf.shape), str(leaf.dtype))
-    _check_names(table)
     return table
-
-
-def _check_names(table: LeafTable) -> None:
-    """Raises ConfigError if paths collide on disk: `a.b` and `a/b` have one name, and `a` cannot also be a folder."""
-    inner = {path.rsplit("/", depth)[0]: path for path in table for depth in range(1, path.count("/") + 1)}
-    dotted: dict[str, str] = {}
-    for path in table:
-        name = path.replace("/", ".")
-        if name in dotted:
-            raise ConfigError(
-                f"the state's leaves `{dotted[name]}` and `{path}` have the same name in a checkpoint, `{name}`. "
-                "Names must differ after `/` and `.` are taken as one. Rename one of the keys."
-            )
-        if path in inner:
-            raise ConfigError(
-                f"the state's leaf `{path}` is also the folder of the leaf `{inner[path]}`. A path is one or the other "
-                "in a checkpoint. Rename one of the keys."
-            )
-        dotted[name] = path
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

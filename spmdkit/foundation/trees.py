@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmdkit.errors import ConfigError
+
 
 def path_name(path: tuple[Any, ...]) -> str:
     """Returns a key path as `blocks/0/kernel`: keys, indices and attribute names joined by `/`."""
@@ -17,6 +19,32 @@ def path_name(path: tuple[Any, ...]) -> str:
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Returns `[(path, leaf), ...]` in flattening order; `None` is not a leaf."""
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def check_names(tree: Any, what: str) -> None:
+    """Raises ConfigError if paths of leaves are not unique names in messages, layouts and files: an empty key, two
+    leaves with the same path, `a.b` and `a/b`, or `a` and `a/b`."""
+    paths, names = [path for path, _ in named_leaves(tree)], dict[str, str]()
+    inner = {path.rsplit("/", depth)[0]: path for path in paths for depth in range(1, path.count("/") + 1)}
+    for path in paths:
+        name, problem = path.replace("/", "."), ""
+        if "" in path.split("/") and not jax.tree_util.all_leaves([tree]):
+            problem = f"the leaf `{path}` has an empty part. Every key is a part of the name. Rename the key."
+        elif names.get(name) == path:
+            problem = f"two leaves have the path `{path}`: keys are joined by `/`. Rename one of the keys."
+        elif name in names:
+            problem = (
+                f"the leaves `{names[name]}` and `{path}` have the same name in a checkpoint, `{name}`. Names must "
+                "differ after `/` and `.` are taken as one. Rename one of the keys."
+            )
+        elif path in inner:
+            problem = (
+                f"the leaf `{path}` is also the folder of the leaf `{inner[path]}`. A path is one or the other in a "
+                "checkpoint. Rename one of the keys."
+            )
+        if problem:
+            raise ConfigError(f"{what}: {problem}")
+        names[name] = path
 
 
 def is_key(x: Any) -> bool:

@@ -16,6 +16,7 @@ from spmdkit.config import Config, check_batch
 from spmdkit.data.feed import Feed, eval_batch_size, rows_of_processes
 from spmdkit.data.fingerprint import rows_vary
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.trees import check_names
 from spmdkit.mesh import mesh
 from spmdkit.program.task import Task
 from spmdkit.step.step import Batch
@@ -39,6 +40,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
     access = functools.partial(data.ReadPolicy, options.threads, options.retries)
     ledger = data.SkippedRows(options.max_bad_examples)
     source = data.open_source(task.train_data, "train_data", access(ledger))
+    check_names(source.element(), "train_data")
     check_batch(config, sizes)
     process_shares = functools.partial(_shares, on=on, sizes=sizes)
     shares = process_shares(task.train_data, config.batch_size, config.microbatches, "train_data")

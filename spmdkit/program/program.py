@@ -25,7 +25,7 @@ from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
-from spmdkit.foundation.trees import abstract, named_leaves
+from spmdkit.foundation.trees import abstract, check_names, named_leaves
 from spmdkit.foundation.user_code import call_user
 from spmdkit.mesh import mesh
 from spmdkit.program import auto, compile_log, compiler, memory, padding_check, phases
@@ -94,6 +94,7 @@ class Program:
         self._abstract_state = jax.eval_shape(self._create_one, jax.random.key(0))  # one copy
         self._roles, self._unread = self._leaf_roles(abstract_params)
         self._eval_params = eval_params_of(task, self._abstract_state)
+        check_names(self._abstract_state, "the state")
         self._single = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
         self._placed = self._single  # before the reducer's state is added
         if self.groups is not None:

@@ -88,6 +88,10 @@ WRONG = {
     "other draws": lambda p, b, key: sk.mean(
         drop(b["x"], sk.example_keys(1)) + jax.vmap(lambda k: jax.random.normal(k, (6,)))(sk.example_keys(1)) * p["s"]
     ),
+    "second branch": lambda p, b, key: sk.mean(
+        drop(lax.cond(p["s"].sum() > 3, lambda: b["x"], lambda: drop(b["x"], sk.example_keys())), sk.example_keys())
+        * p["s"]
+    ),
     "scan": scanned(plain),
     "fori": fori(plain),
 }
