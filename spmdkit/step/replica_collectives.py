@@ -109,21 +109,34 @@ def psum(tree: Any) -> Any:
         ConfigError: a leaf is already the same on all replicas, so the sum would be N times too large (detected in
             per-replica steps); arrays are global here.
     """
-    return _reduced("sk.psum", tree)
+    axes = _axes("sk.psum")
+    larger = trace_context.current().sharding.larger(REPLICA_AXES)
+    for path, leaf in named_leaves(tree) if _is_typed() else ():
+        varying = compat.varying_axes(leaf)
+        if not varying or not varying.issuperset(larger):
+            raise ConfigError(reduced_twice("sk.psum", f"leaf '{path}'" if path else "the value"))
+    return _reduced(axes, tree)
 
 
 def pmean(tree: Any) -> Any:
     """Returns the mean of `tree` over all replicas. An `sk.mean` in it is pooled by its counts, not averaged; other
-    metrics are merged.
+    metrics are merged. In a per-replica step, the mean of a leaf that is the same on all replicas is the leaf.
 
-    Wire: one all-reduce of the tree.
+    Wire: one all-reduce of the leaves that differ.
 
     Raises:
-        ConfigError: as `psum`.
+        ConfigError: arrays are global here.
     """
-    summed = _reduced("sk.pmean", _taken(tree))
-    num = num_replicas()
-    return jax.tree.map(lambda x: x if is_metric(x) else x / num, summed, is_leaf=is_metric)
+    axes = _axes("sk.pmean")
+    leaves, structure = jax.tree.flatten(_taken(tree), is_leaf=is_metric)
+    may_differ: Callable[[Any], bool] = lambda x: not _is_typed() or any(map(compat.varying_axes, jax.tree.leaves(x)))
+    differing = [i for i, x in enumerate(leaves) if may_differ(x)]
+    divisors = dict.fromkeys(range(len(leaves)), 1) | dict.fromkeys(differing, num_replicas())
+    operands = [compat.as_varying(leaves[i], axes if _is_typed() else ()) for i in differing]
+    for i, total in zip(differing, _reduced(axes, operands), strict=True):
+        leaves[i] = total
+    means = [x if is_metric(x) else x / divisors[i] for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(structure, means)
 
 
 def _taken(tree: Any) -> Any:
@@ -137,12 +150,12 @@ def _taken(tree: Any) -> Any:
     return jax.tree.map(varying, tree, is_leaf=is_custom)
 
 
-def _reduced(name: str, tree: Any) -> Any:
-    axes, context = _axes(name), trace_context.current()
-    for path, leaf in named_leaves(tree) if context.inside and compat.axes_are_typed() else ():
-        varying = compat.varying_axes(leaf)
-        if not varying or any(context.sharding.size(axis) > 1 and axis not in varying for axis in REPLICA_AXES):
-            raise ConfigError(reduced_twice(name, f"leaf '{path}'" if path else "the value"))
+def _is_typed() -> bool:
+    """Returns whether the types of arrays hold the replica axes over which they vary: in a per-replica step."""
+    return trace_context.current().inside and compat.axes_are_typed()
+
+
+def _reduced(axes: tuple[str, ...], tree: Any) -> Any:
     if not axes:
         return tree
     largest: Callable[[Any], Any] = lambda maxima: lax.pmax(maxima, axes)

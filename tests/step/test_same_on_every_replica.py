@@ -91,3 +91,28 @@ def test_identical_loss_has_its_gradient_once(beside, microbatches):
 def test_what_another_sum_makes_too_large_is_refused(metric):
     with pytest.raises(ConfigError, match=r"reduced twice.*is an sk\.scalar"):
         run(lambda p, x, key: (sk.mean(square(p["w"], x)), {"m": metric(p, x)}))
+
+
+OVER_BOTH = lambda tree: jax.lax.pmean(tree, ("replica", "data"))
+OVER_ONE_THEN_BOTH = lambda tree: sk.pmean(jax.lax.pmean(tree, "data"))
+
+
+@pytest.mark.parametrize("pmean", [sk.pmean, OVER_BOTH, OVER_ONE_THEN_BOTH], ids=["sk", "lax", "by axis"])
+def test_mean_of_identical_values_is_unchanged(pmean):
+    """The flax ImageNet step with synchronized statistics averages statistics that are already the same."""
+
+    def train_step(state, x):
+        value, grads = jax.value_and_grad(lambda p: square(p["w"], x).mean())(state.params)
+        statistics = pmean(pmean({"mean": x.mean(), "scale": state.step.astype(jnp.float32) + 2}))
+        return state.apply_gradients(pmean(pmean(grads))), {"loss": pmean(value), **statistics}
+
+    init = lambda key: {"w": jnp.asarray(START)}
+    task = sk.Task(init, train_step=train_step, optimizer=optax.sgd(1.0), train_data=DATA, view="replica")
+    program = program_of(task, "data 4")
+    (_, batch), *_ = program.batches(stop=1)
+    state, metrics = program.step(program.init(), batch)
+    loss, gradient = expected(lambda w, x: square(w, x).mean())
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(START - np.asarray(state.params["w"]), gradient, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(metrics["mean"], batches(DATA)[0].mean(), rtol=1e-4)
+    assert metrics["scale"] == 2
