@@ -96,7 +96,8 @@ def spmdkit(store, folder, *arguments, **env):
 
 def done(process, code=0, timeout_s=240):
     output, errors = process.communicate(timeout=timeout_s)
-    assert process.returncode == code, (process.returncode, output[-2000:], errors[-3000:])
+    if process.returncode != code:
+        pytest.fail(f"exit code {process.returncode}\n{output[-4000:]}\n{errors[-4000:]}")
     assert "canary-of-a-secret" not in output + errors and "Traceback" not in errors
     return output, errors
 
