@@ -77,7 +77,7 @@ def _session(
         if membership.takes(error):
             if watchdog is not None:
                 watchdog.stop()
-            signals.then = None
+            signals.on_request = None
         raise
 
 

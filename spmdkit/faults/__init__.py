@@ -2,26 +2,26 @@
 
 from spmdkit.faults.exit_handler import (
     describe,
-    leave,
-    leave_with,
+    exit_process,
+    exit_with_message,
     lost_peer,
-    report_and_leave,
+    report_and_exit,
     run_process,
     taken_over,
 )
 from spmdkit.faults.signals import ExitRequested, StopSignals
-from spmdkit.faults.watchdog import Watchdog, watching
+from spmdkit.faults.watchdog import Watchdog, run_watchdog
 
 __all__ = [
     "ExitRequested",
     "StopSignals",
     "Watchdog",
     "describe",
-    "leave",
-    "leave_with",
+    "exit_process",
+    "exit_with_message",
     "lost_peer",
-    "report_and_leave",
+    "report_and_exit",
     "run_process",
+    "run_watchdog",
     "taken_over",
-    "watching",
 ]

@@ -28,9 +28,9 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
-def of_foreign(error: BaseException) -> tuple[int, str] | None:
+def describe_external(error: BaseException) -> tuple[int, str] | None:
     """Returns (exit code, message) of an exception from user code or the machine, None for a bug in spmdkit."""
-    return of_callback(error) or out_of_memory(error) or _of_file_system(error)
+    return describe_callback(error) or describe_out_of_memory(error) or _describe_os_error(error)
 
 
 def quiet_callbacks() -> None:
@@ -82,7 +82,7 @@ def callbacks_that_raise(report: Callable[[int, str], None], after_s: float = 3.
             timer.cancel()
 
 
-def of_callback(error: BaseException) -> tuple[int, str] | None:
+def describe_callback(error: BaseException) -> tuple[int, str] | None:
     """`jax.debug.callback` and similar functions: XLA reports only the text of the traceback."""
     text = str(error)
     if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or not _CALLBACK.search(text[:2000]):
@@ -100,7 +100,7 @@ def _callback_words(frames: Sequence[tuple[Any, ...]], last: str) -> str:
     )
 
 
-def out_of_memory(error: BaseException) -> tuple[int, str] | None:
+def describe_out_of_memory(error: BaseException) -> tuple[int, str] | None:
     """A device, or this process, without memory during the run: a program other than the planned step, or one for
     which the plan knew no limit."""
     text = str(error)
@@ -122,7 +122,7 @@ def is_runtime(file: str) -> bool:
     return file.startswith((files.PACKAGE, _STDLIB, "<frozen ")) or _INSTALLED.search(file) is not None
 
 
-def _of_file_system(error: BaseException) -> tuple[int, str] | None:
+def _describe_os_error(error: BaseException) -> tuple[int, str] | None:
     if not isinstance(error, OSError) or error.errno is None:
         return None
     frames = traceback.extract_tb(error.__traceback__)

@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from spmdkit.errors import ExitCode, RendezvousError, SpmdkitError, UserCodeError
-from spmdkit.faults.error_mapping import is_runtime, of_foreign, out_of_memory
+from spmdkit.faults.error_mapping import describe_external, describe_out_of_memory, is_runtime
 from spmdkit.faults.signals import SIGNALS, ExitRequested
 from spmdkit.foundation import files, redact
 from spmdkit.foundation.constants import ERROR_FILE, NAMELESS, PROCESS_ID
@@ -42,7 +42,7 @@ PEER_LOST = re.compile("gloo|connection (?:reset|closed) by peer|coordination ?s
 
 STOPPING = [number for number in SIGNALS if number != signal.SIGINT]
 
-last_words: list[Callable[[int, str], None]] = []
+exit_callbacks: list[Callable[[int, str], None]] = []
 """Called with (exit code, message) before a process exits because of an exception: the watchdog notifies the other
 processes."""
 
@@ -60,11 +60,11 @@ def owns_process() -> bool:
 def run_process(main: Callable[[], int | None]) -> int:
     """Returns the result of `main` when that is 0 in a single process; otherwise reports and exits the process."""
     _owned[0] = True
-    _tell_launcher({"running": True})
+    _write_record({"running": True})
     try:
         code = main() or 0
     except SystemExit as request:
-        if _of_the_user(request):
+        if _raised_by_user(request):
             failure = UserCodeError(
                 f"SystemExit({request.code!r}) was raised in your own code. A command ends when its work is done: with "
                 "code 0 it would pass for done. Return, or raise an error with the reason."
@@ -76,7 +76,7 @@ def run_process(main: Callable[[], int | None]) -> int:
         else:
             print(visible(str(request.code)), file=sys.stderr)
             code = ExitCode.CHECK_FAILED
-        _tell_others(code, "")
+        _notify_others(code, "")
     except BaseException as error:  # noqa: BLE001 - this is the last resort, and it reports all of them
         code = report(error)
     finally:
@@ -89,13 +89,13 @@ def run_process(main: Callable[[], int | None]) -> int:
         except (ValueError, AttributeError):
             code = 0  # closed, or absent
     if code == 0:
-        _tell_launcher({"running": False})
-    if code != 0 or _one_of_many():
-        leave(code)
+        _write_record({"running": False})
+    if code != 0 or _has_peers():
+        exit_process(code)
     return code
 
 
-def _of_the_user(request: SystemExit) -> bool:
+def _raised_by_user(request: SystemExit) -> bool:
     """Returns whether user code, or code that it called, requested the exit: an spmdkit command ends by returning."""
     frames = traceback.extract_tb(request.__traceback__)[1:]  # the first frame is `run_process`
     return any(not is_runtime(frame.filename) and not frame.filename.startswith("<") for frame in frames)
@@ -109,22 +109,22 @@ def report(error: BaseException) -> int:
     if taken_over.is_set():
         time.sleep(WATCHDOG_EXIT_S)
     code, message = describe(error)
-    if code == ExitCode.PEER_LOST and last_words and taken_over.wait(LOST_PEER_NAME_S):
+    if code == ExitCode.PEER_LOST and exit_callbacks and taken_over.wait(LOST_PEER_NAME_S):
         time.sleep(WATCHDOG_EXIT_S)  # the watchdog knows the process at fault by now, and ends this process
-    say(code, message, getattr(error, "blamed", ()))
-    _tell_others(code, message)
+    write_message(code, message, getattr(error, "blamed", ()))
+    _notify_others(code, message)
     return code
 
 
-def _tell_others(code: int, message: str) -> None:
-    for notify in list(last_words):
+def _notify_others(code: int, message: str) -> None:
+    for notify in list(exit_callbacks):
         notify(code, message)
 
 
-def say(code: int, message: str, blamed: Sequence[int] = (), stacks: str = "") -> None:
+def write_message(code: int, message: str, blamed: Sequence[int] = (), stacks: str = "") -> None:
     """Writes the error file and the message; `blamed`: the processes at fault; `stacks`: printed after the message."""
     message = redact.redact_text(message if BUG in message else bounded(message))
-    _tell_launcher({"exit_code": code, "message": message, "blamed": list(blamed)})
+    _write_record({"exit_code": code, "message": message, "blamed": list(blamed)})
     with suppress(OSError, ValueError):  # the stream is closed; the error file and the exit code remain
         sys.stdout.flush()
     with suppress(OSError, ValueError):
@@ -133,25 +133,25 @@ def say(code: int, message: str, blamed: Sequence[int] = (), stacks: str = "") -
             print(visible(redact.redact_text(stacks)), file=sys.stderr, flush=True)
 
 
-def report_and_leave(error: BaseException) -> NoReturn:
+def report_and_exit(error: BaseException) -> NoReturn:
     """Reports and ends the process, from any thread: the training thread is blocked."""
-    leave(report(error))
+    exit_process(report(error))
 
 
-def leave_with(code: int, message: str) -> NoReturn:
+def exit_with_message(code: int, message: str) -> NoReturn:
     """Ends the process with a message, from any thread."""
-    say(code, message)
-    _tell_others(code, message)
-    leave(code)
+    write_message(code, message)
+    _notify_others(code, message)
+    exit_process(code)
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Ends the process immediately: flushes its output, runs nothing else, waits for no thread."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed or broken pipe
             stream.flush()
     if code == 0:
-        _tell_launcher({"running": False})  # the command has completed its work
+        _write_record({"running": False})  # the command has completed its work
     os._exit(code)
 
 
@@ -161,24 +161,26 @@ def describe(error: BaseException) -> tuple[int, str]:
         return ExitCode.PREEMPTED, str(error)
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED, "interrupted"
-    if _one_of_many() and (lost := lost_peer(error)):
+    if _has_peers() and (lost := lost_peer(error)):
         return RendezvousError.exit_code, (
             f"lost contact with another process: {lost}\nIt ended or became unreachable, so this process cannot "
             "continue; the cause is in the output of that process."
         )
     if isinstance(error, UserCodeError) and error.__cause__ is not None:
-        if (memory := out_of_memory(error.__cause__)) is not None and not isinstance(error.__cause__, MemoryError):
+        if (memory := describe_out_of_memory(error.__cause__)) is not None and not isinstance(
+            error.__cause__, MemoryError
+        ):
             return memory
-        return error.exit_code, f"{error}\n{_users_part(error.__cause__)}".strip()
+        return error.exit_code, f"{error}\n{_user_traceback(error.__cause__)}".strip()
     if isinstance(error, SpmdkitError):
         return error.exit_code, str(error) or type(error).__name__
-    if (foreign := of_foreign(error)) is not None:
+    if (foreign := describe_external(error)) is not None:
         return foreign
     whole = "".join(traceback.format_exception(error)).rstrip()
     return ExitCode.FAILED, f"{whole}\n{BUG}: please report it with the text above"
 
 
-def _one_of_many() -> bool:
+def _has_peers() -> bool:
     if "jax" not in sys.modules:
         return False
     from spmdkit import compat
@@ -197,7 +199,7 @@ def lost_peer(error: BaseException) -> str | None:
     return None
 
 
-def _users_part(error: BaseException) -> str:
+def _user_traceback(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if not is_runtime(frame.filename)]
     lines = traceback.format_list(user_frames or frames[-3:])
@@ -207,7 +209,7 @@ def _users_part(error: BaseException) -> str:
     return "".join([*lines, *shown.format_exception_only()]).rstrip()
 
 
-def _tell_launcher(record: dict[str, Any]) -> None:
+def _write_record(record: dict[str, Any]) -> None:
     """Writes a record for the launcher, which has set the variable. While a command runs, the record contains that: a
     process that exits with code 0 then (`os._exit`) has not completed its work."""
     path = os.environ.get(ERROR_FILE)

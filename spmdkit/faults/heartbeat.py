@@ -151,14 +151,14 @@ class OneSidedHooks:
         return tuple(sorted(p for p, (_, begun) in self._since.items() if now - begun > self._limit_s))
 
 
-def silent(now: float, seen: Mapping[int, float], others: Iterable[int], limit_s: float) -> list[int]:
+def find_silent(now: float, seen: Mapping[int, float], others: Iterable[int], limit_s: float) -> list[int]:
     """Returns the processes without a new heartbeat for `limit_s`, or without any in twice that time; `seen`: the time
     of each process's last new heartbeat."""
     never = [p for p in others if p not in seen and now > 2 * limit_s]
     return sorted(never + [p for p, when in seen.items() if now - when > limit_s])
 
 
-def stand(beats: Mapping[int, Beat], blamed: Iterable[int]) -> str:
+def describe_phases(beats: Mapping[int, Beat], blamed: Iterable[int]) -> str:
     """Returns the state of all: `p3 has been reading data for 41 s at step 812; p0, p1, p2 wait in the step`."""
     blamed = list(blamed)
     parts = []
@@ -191,7 +191,7 @@ def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: s
     blamed = verdict["processes"]
     who = " and ".join(f"process {p}" for p in blamed)
     last = beats.get(blamed[0])
-    if verdict["why"] == "left":
+    if verdict["why"] == "exited":
         exited = "is gone" if verdict["exit"] is None else f"ended with exit code {verdict['exit']}"
         return (
             f"{who} {exited}: {verdict['message']}\nNo step is possible without it, so this process ends too; the "
@@ -224,8 +224,8 @@ def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: s
     limit = last.limit_s if last else None
     allowed = "" if limit is None else f" It may take {limit:.0f} s (watchdog.{key})."
     return (
-        f"no progress: {stand(beats, blamed)}.{allowed} {newest} Look at the stacks, and start the same command again; "
-        f"raise watchdog.{key} where that was no hang.".replace("  ", " ")
+        f"no progress: {describe_phases(beats, blamed)}.{allowed} {newest} Look at the stacks, and start the same "
+        f"command again; raise watchdog.{key} where that was no hang.".replace("  ", " ")
     )
 
 

@@ -35,9 +35,9 @@ from spmdkit.faults.heartbeat import (
     OneSidedHooks,
     Stragglers,
     culprits,
+    find_silent,
     from_text,
     hang_report,
-    silent,
     to_text,
 )
 from spmdkit.faults.launcher_channel import launcher_of
@@ -79,7 +79,7 @@ class Watchdog:
         heartbeat_timeout_s: a process without a heartbeat for this time is lost.
         interpreter_timeout_s: a process in which no Python runs for this time is ended; None: never.
         hook_timeout_s: a process in a hook for this time after another has left the hook blocks the job.
-        leave: ends the process.
+        exit_process: ends the process.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Watchdog:
         heartbeat_timeout_s: float,
         interpreter_timeout_s: float | None,
         hook_timeout_s: float = 60.0,
-        leave: Callable[[int], Any] = exit_handler.leave,
+        exit_process: Callable[[int], Any] = exit_handler.exit_process,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._board, self._folder, self._me, self._num = board, folder, process, num_processes
         self._limits, self._heartbeat_timeout_s = limits, heartbeat_timeout_s
         self._interpreter_timeout_s = interpreter_timeout_s
-        self._leave, self.clock = leave, RunningClock(clock)  # this clock excludes pauses
+        self._exit_process, self.clock = exit_process, RunningClock(clock)  # this clock excludes pauses
         self._beat_s = HEARTBEAT_INTERVAL_S * max(1.0, num_processes / FEW)
         self.step_s: float | None = None  # duration of a typical step, None before it is known
         self.record_end: Callable[[int, str, str], Any] = lambda code, message, stacks: None  # writes the run's records
@@ -111,8 +111,8 @@ class Watchdog:
         # Values that one thread writes and the other reads are replaced, never mutated.
         self._seen: Mapping[int, tuple[float, Beat]] = {}  # by running time
         self._alarm: dict[str, Any] | None = None
-        self._left: Mapping[int, tuple[float, dict[str, Any]]] = {}
-        self._talking_since: float | None = None
+        self._exits: Mapping[int, tuple[float, dict[str, Any]]] = {}
+        self._exchange_since: float | None = None
         self._number, self._sent_at = 0, -self._beat_s  # number and send time of the last heartbeat
         self._stamps: dict[int, str] = {}
         self._stragglers, self._one_sided_hooks = Stragglers(), OneSidedHooks(hook_timeout_s)
@@ -122,13 +122,13 @@ class Watchdog:
         self._mine = self._beat()
         self._threads = [threading.Thread(target=self._watch, name="spmdkit-watch", daemon=True)]
         if board is not None and num_processes > 1:
-            self._threads.append(threading.Thread(target=self._talk, name="spmdkit-beat", daemon=True))
+            self._threads.append(threading.Thread(target=self._exchange_loop, name="spmdkit-beat", daemon=True))
         self._launcher = launcher_of(os.environ)
 
     # ---- start and stop ----
 
     def start(self) -> None:
-        exit_handler.last_words.append(self.leaves)
+        exit_handler.exit_callbacks.append(self.announce_exit)
         if self._guards_interpreter and threading.current_thread() is threading.main_thread():
             self._on_stop = signal.signal(signal.SIGTSTP, stacks.stop_without_end)
         for thread in self._threads:
@@ -138,7 +138,7 @@ class Watchdog:
         """Ends both threads. Must be called before the processes disconnect; may be called twice."""
         self._stopped.set()
         with suppress(ValueError):
-            exit_handler.last_words.remove(self.leaves)
+            exit_handler.exit_callbacks.remove(self.announce_exit)
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(2 * WATCHDOG_TICK_S + 1.0)
@@ -166,7 +166,7 @@ class Watchdog:
             self._mine = self._beat()
             if self._launcher is not None:
                 self._launcher.write_beat(self._mine, self._interpreter_timeout_s)
-                self._hear({p: report for p, report in self._launcher.dead().items() if p != self._me})
+                self._record_exits({p: report for p, report in self._launcher.dead().items() if p != self._me})
             if now - self._last_beat >= HEARTBEAT_INTERVAL_S:
                 self._last_beat = now
                 if self._guards_interpreter:
@@ -193,12 +193,12 @@ class Watchdog:
     def _judge(self, now: float) -> None:
         if self._alarm is not None:
             return self._end(self._alarm)
-        causes_first = sorted(self._left.items(), key=lambda item: item[1][1]["exit"] in FOLLOWED)
+        causes_first = sorted(self._exits.items(), key=lambda item: item[1][1]["exit"] in FOLLOWED)
         for process, (when, report) in causes_first:
             if now - when > self._patience_s(report["exit"]) and not phase.is_ending(OWN_EXIT_S):
                 preempted = report["exit"] == ExitCode.PREEMPTED
                 code = int(ExitCode.PREEMPTED if preempted else ExitCode.PEER_LOST)
-                return self._end({"code": code, "processes": [process], "why": "left", **report})
+                return self._end({"code": code, "processes": [process], "why": "exited", **report})
         if lost := self._lost(now):
             return self._end(lost)
         beats = self._beats()
@@ -217,13 +217,13 @@ class Watchdog:
         return SHARED_ERROR_S if compares or code in AGREED else OWN_ERROR_S
 
     def _lost(self, now: float) -> dict[str, Any] | None:
-        code, since = int(ExitCode.PEER_LOST), self._talking_since
+        code, since = int(ExitCode.PEER_LOST), self._exchange_since
         limit_s = max(self._heartbeat_timeout_s, 4 * self._beat_s)
         if since is not None and now - since > HANG_SUSPECT_S:  # no heartbeat can be read, so no process can be judged
             is_lost = now - since > limit_s
             return {"code": code, "processes": [0], "why": "unreachable"} if is_lost else None
         last_beats = {p: when for p, (when, _) in self._seen.items()}
-        silent_processes = silent(now, last_beats, (p for p in range(self._num) if p != self._me), limit_s)
+        silent_processes = find_silent(now, last_beats, (p for p in range(self._num) if p != self._me), limit_s)
         return {"code": code, "processes": silent_processes, "why": "silent"} if silent_processes else None
 
     def _beats(self) -> dict[int, Beat]:
@@ -231,14 +231,14 @@ class Watchdog:
 
     # ---- store thread ----
 
-    def _talk(self) -> None:
+    def _exchange_loop(self) -> None:
         while not self._stopped.wait(WATCHDOG_TICK_S * max(1.0, self._num / 8)):
             self._exchange()
 
     def _exchange(self) -> None:
         assert self._board is not None
         now = self.clock.now
-        since = self._talking_since = now if self._talking_since is None else self._talking_since
+        since = self._exchange_since = now if self._exchange_since is None else self._exchange_since
         try:
             if now - self._sent_at >= self._beat_s:
                 self._number += 1
@@ -250,7 +250,7 @@ class Watchdog:
             return
         if self.clock.now - since > HANG_SUSPECT_S:  # no heartbeat was readable: all deadlines restart
             self._seen = {p: (self.clock.now, beat) for p, (_, beat) in self._seen.items()}
-        self._talking_since = None
+        self._exchange_since = None
         self._read(entries)
 
     def _read(self, entries: Mapping[str, str]) -> None:
@@ -262,33 +262,33 @@ class Watchdog:
                 if self._stamps.get(int(process)) != stamp:
                     self._stamps[int(process)] = stamp
                     self._seen = {**self._seen, int(process): (now, from_text(beat))}
-            elif kind == "left" and int(process) != self._me:
-                self._hear({int(process): json.loads(text)})
+            elif kind == "exited" and int(process) != self._me:
+                self._record_exits({int(process): json.loads(text)})
         if "alarm" in entries and self._alarm is None:
             self._alarm = json.loads(entries["alarm"])
 
-    def _hear(self, left: Mapping[int, dict[str, Any]]) -> None:
+    def _record_exits(self, left: Mapping[int, dict[str, Any]]) -> None:
         """Records the processes that have exited; the first report of each counts."""
-        if left.keys() - self._left.keys():
-            self._left = {p: (self.clock.now, report) for p, report in left.items()} | dict(self._left)
+        if left.keys() - self._exits.keys():
+            self._exits = {p: (self.clock.now, report) for p, report in left.items()} | dict(self._exits)
 
     # ---- exit ----
 
-    def leaves(self, code: int, message: str) -> None:
+    def announce_exit(self, code: int, message: str) -> None:
         """Notifies the others that this process exits, and why, so that they do not wait for a timeout."""
         if self._stopped.is_set() or self._board is None or self._num == 1:
             return
         self._stopped.set()
-        self._say_left(code, message)
-        self._leave_last(SHARED_ERROR_S if code in AGREED else LEADER_EXIT_S)
+        self._report_exit(code, message)
+        self._exit_last(SHARED_ERROR_S if code in AGREED else LEADER_EXIT_S)
 
-    def _say_left(self, code: int, message: str) -> None:
+    def _report_exit(self, code: int, message: str) -> None:
         report = json.dumps({"exit": code, "message": message.splitlines()[0][:500] if message else ""})
-        key, board = f"{self._folder}/left/{self._me}", self._board
+        key, board = f"{self._folder}/exited/{self._me}", self._board
         assert board is not None
         _within(OWN_ERROR_S, lambda: board.put(key, report, overwrite=True))
 
-    def _leave_last(self, patience_s: float = LEADER_EXIT_S) -> None:
+    def _exit_last(self, patience_s: float = LEADER_EXIT_S) -> None:
         from spmdkit import compat
 
         if self._me != 0 or self._board is None or self._num == 1 or not compat.holds_coordination_service():
@@ -297,7 +297,7 @@ class Watchdog:
         missed = {int(p) for p in self._alarm["processes"]} if self._alarm else set()
         others = set(range(1, self._num)) - missed
         with suppress(SpmdkitError):
-            exited = lambda: others <= {int(p) for p in board.entries(f"{self._folder}/left")}
+            exited = lambda: others <= {int(p) for p in board.entries(f"{self._folder}/exited")}
             Deadline(patience_s).wait_for(exited, WATCHDOG_TICK_S / 4)
             time.sleep(WATCHDOG_TICK_S / 4)  # they have reported their exit, and exit now
 
@@ -322,12 +322,12 @@ class Watchdog:
             shown = "\n\n".join(f"process {p}, {traces[p]}" for p in blamed_first)
         with suppress(Exception):
             self.record_end(verdict["code"], text, shown)
-        exit_handler.say(verdict["code"], text, verdict["processes"], shown)
+        exit_handler.write_message(verdict["code"], text, verdict["processes"], shown)
         self._stopped.set()
         if self._board is not None and self._num > 1 and not unreachable:
-            self._say_left(verdict["code"], text)
-            self._leave_last()
-        self._leave(verdict["code"])
+            self._report_exit(verdict["code"], text)
+            self._exit_last()
+        self._exit_process(verdict["code"])
 
     def _gather(self, verdict: dict[str, Any], beats: dict[int, Beat], traces: dict[int, str]) -> None:
         """Publishes the alarm, and reads the phases and stacks of all others into `beats` and `traces`."""
@@ -361,7 +361,7 @@ def _within(seconds: float, act: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def watching(
+def run_watchdog(
     options: Any, process: int = 0, num_processes: int = 1, board: Board | None = None, folder: str = "watch"
 ) -> Iterator[Watchdog | None]:
     """Monitors while the body runs, as the config section `watchdog` specifies; yields None if that is null."""
@@ -388,7 +388,7 @@ def watching(
 def _stop(watchdog: Watchdog | None, sees_quit: bool, failed: tuple[int, str] | None = None) -> None:
     if watchdog is not None:
         if failed is not None:
-            watchdog.leaves(*failed)
+            watchdog.announce_exit(*failed)
         watchdog.stop()
     if sees_quit:
         stacks.off_sigquit()

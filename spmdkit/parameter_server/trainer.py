@@ -70,7 +70,7 @@ class ParameterServerTrainer:
         roles = self._roles
         transport = _transport(run, roles)
         if run.signals is not None:
-            run.signals.again()  # Ray has just replaced the handler of SIGTERM
+            run.signals.reinstall()  # Ray has just replaced the handler of SIGTERM
         try:
             return _Monitor(run, state, transport, roles).run_until_done()
         except Unavailable as error:

@@ -18,7 +18,7 @@ from spmdkit.checkpoint import Checkpoints, hold_step
 from spmdkit.cluster import ClusterSpec, join
 from spmdkit.config import Config
 from spmdkit.errors import CheckpointError, ConfigError, Preempted
-from spmdkit.faults import StopSignals, report_and_leave
+from spmdkit.faults import StopSignals, report_and_exit
 from spmdkit.foundation import phase
 from spmdkit.foundation.files import FILE_MODE, not_writable
 from spmdkit.foundation.formatting import visible
@@ -67,9 +67,9 @@ def _follow(
     sleep: Callable[[float], None],
     say: Callable[[str], None],
 ) -> list[int]:
-    with StopSignals() as signals, signals.nothing_to_save(report_and_leave):
+    with StopSignals() as signals, signals.raise_on_signal(report_and_exit):
         cluster = join(spec or ClusterSpec(), config.devices)
-        signals.again()
+        signals.reinstall()
         program = open_program(config, task or task_of(config), cluster.devices)
     if program.task.eval_data is None:
         raise ConfigError(

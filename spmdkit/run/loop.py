@@ -19,7 +19,7 @@ from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, load_config
 from spmdkit.errors import CheckpointError, Preempted
-from spmdkit.faults import StopSignals, Watchdog, leave, report_and_leave, watching
+from spmdkit.faults import StopSignals, Watchdog, exit_process, report_and_exit, run_watchdog
 from spmdkit.foundation import phase
 from spmdkit.foundation.constants import COMPILE_ONLY
 from spmdkit.foundation.formatting import visible
@@ -39,7 +39,7 @@ from spmdkit.run.hooks.base import Metrics, Stop
 from spmdkit.run.recovery import restore, resume_check
 from spmdkit.run.run import Run
 from spmdkit.run.startup import bucket, consistency
-from spmdkit.run.startup.health_checks import devices_are_well
+from spmdkit.run.startup.health_checks import run_health_check
 from spmdkit.run.trainer import Trainer, trainer_of
 from spmdkit.step.state import TrainState
 
@@ -105,16 +105,16 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
     """Trains with the processes from `join`. Phases: join, check, open, restore or initialize, compile, loop,
     finish."""
     signals = job.signals
-    with signals.nothing_to_save(report_and_leave):
+    with signals.raise_on_signal(report_and_exit):
         cluster, config = join()
-        signals.again()  # JAX has just replaced the handler of SIGTERM
+        signals.reinstall()  # JAX has just replaced the handler of SIGTERM
     signals.announce = cluster.is_main
     with ExitStack() as stack:
         watchdog = stack.enter_context(watched(config, cluster))
         cache = stack.enter_context(kept(config.compile_cache, config.folder))
         stack.enter_context(driver.session(cluster, watchdog, signals))
         unsaved = stack.enter_context(ExitStack())
-        unsaved.enter_context(signals.nothing_to_save(report_and_leave))
+        unsaved.enter_context(signals.raise_on_signal(report_and_exit))
         with phase.during("import"):
             trainer = trainer_of(config)
             health, limit_bytes = check_processes(cluster, config)
@@ -124,7 +124,7 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
             if os.environ.get(COMPILE_ONLY):  # ends the process before it opens the run
                 _ = program.step_bytes
                 cluster.barrier("compiled")
-                leave(0)
+                exit_process(0)
         run = stack.enter_context(
             Run(
                 config,
@@ -137,7 +137,7 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
                 reset=job.reset,
             )
         )
-        unsaved.enter_context(signals.nothing_to_save(report_and_leave, run_is_open=True))
+        unsaved.enter_context(signals.raise_on_signal(report_and_exit, run_is_open=True))
         if health is not None:
             run.events.write("health_check", why=health)
         with phase.during("restore"):
@@ -161,7 +161,7 @@ def check_processes(cluster: Cluster, config: Config) -> tuple[str | None, int |
     """Checks that all processes start from the same config, code and versions. Returns (result of the health check if
     the config enables it, memory limit of the devices)."""
     consistency.same_start(cluster, config)
-    return devices_are_well(cluster, config), common_limit(cluster)
+    return run_health_check(cluster, config), common_limit(cluster)
 
 
 def finish(run: Run, state: TrainState, stopped: Stop | None, cache: Programs) -> None:
@@ -224,7 +224,7 @@ def join_cluster(job: TrainJob) -> tuple[Cluster, Config]:
 def watched(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog | None]:
     """Returns the context of the watchdog, if the config enables it."""
     board, folder = cluster.board("watch")
-    return watching(config.watchdog, cluster.process_index, cluster.num_processes, board, folder)
+    return run_watchdog(config.watchdog, cluster.process_index, cluster.num_processes, board, folder)
 
 
 def open_on_all_processes(

@@ -122,7 +122,7 @@ class Run:
             self.watchdog.newest = newest
         if self.signals is not None:
             end_input = watchdog_callbacks.end_stalled_input
-            self.signals.then = partial(end_input, self.cluster.num_processes, self.give_up_input, newest)
+            self.signals.on_request = partial(end_input, self.cluster.num_processes, self.give_up_input, newest)
         return self
 
     def __exit__(

@@ -24,7 +24,7 @@ from spmdkit.run.hook_runner import NOTHING
 from spmdkit.run.hooks.base import Decision, Stop
 from spmdkit.run.recovery.emergency_save import save_before_exit
 from spmdkit.run.run import Run
-from spmdkit.run.watchdog_callbacks import leave_stuck_callback
+from spmdkit.run.watchdog_callbacks import exit_on_stuck_callback
 from spmdkit.step.state import TrainState
 
 TRAINERS = {"parameter_server": "spmdkit.parameter_server.trainer"}
@@ -103,7 +103,7 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
         if (decision := hooks.decision_at_start()) is not NOTHING:
             state, batches, stop = perform(run, run.step, state, batches, decision)
         run.driver.after_step(run, run.step, state)
-        with callbacks_that_raise(partial(leave_stuck_callback, run)):
+        with callbacks_that_raise(partial(exit_on_stuck_callback, run)):
             while stop is None and (item := next(batches, None)) is not None:
                 step, batch, wait_s = item
                 hooks.call("before_step", run, step, state)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from spmdkit.checkpoint import Checkpoints
-from spmdkit.faults import leave_with
+from spmdkit.faults import exit_with_message
 from spmdkit.foundation import files, phase, redact
 from spmdkit.foundation.timeouts import INPUT_GRACE_S
 from spmdkit.run.hooks.base import RunView
@@ -22,10 +22,10 @@ def record_fault(run: RunView, code: int, text: str, stacks: str) -> None:
         files.write_text(folder / "stacks.txt", redact.redact_text(f"{text}\n\n{stacks}\n"))
 
 
-def leave_stuck_callback(run: RunView, code: int, text: str) -> None:
+def exit_on_stuck_callback(run: RunView, code: int, text: str) -> None:
     """Ends the process: its devices wait indefinitely for the device with the failed callback."""
     record_fault(run, code, text, "")
-    leave_with(code, text)
+    exit_with_message(code, text)
 
 
 def newest_on_disk(checkpoints: Checkpoints | None) -> str:
@@ -50,7 +50,7 @@ def end_stalled_input(
         if num_processes == 1:
             give_up_input()
             return
-        leave_with(
+        exit_with_message(
             128 + number,
             f"stopped by {signal.Signals(number).name}, and train_data has not returned the batch of step {place.step} "
             f"for {time.monotonic() - place.since:.0f} s. The other processes are inside that step, so nothing newer "

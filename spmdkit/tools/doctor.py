@@ -86,7 +86,7 @@ def diagnose(cluster: Cluster, config: Config | None = None, burn_s: float | Non
     """
     devices = cluster.devices
     versions, differ = health_checks.same_versions(cluster)
-    hosts = health_checks.meet(cluster)
+    hosts = health_checks.probe_hosts(cluster)
     verdict = health_checks.judge_hosts(hosts) + Verdict(wrong=differ)
     report: dict[str, Any] = {
         "python": versions.pop("python"),
@@ -111,8 +111,8 @@ def diagnose(cluster: Cluster, config: Config | None = None, burn_s: float | Non
     report["bandwidth"] = table(health_checks.bandwidths(make_mesh(sizes, devices))) or "one device"
     verdict += Verdict(wrong=wrong)
     if burn_s is not None:
-        report["burn"], burnt = health_checks.burn_all(cluster, burn_s)
-        verdict += burnt
+        report["burn_in"], outliers = health_checks.burn_in_cluster(cluster, burn_s)
+        verdict += outliers
     return report | {"problems": verdict.wrong, "slow": verdict.slow}
 
 

@@ -78,7 +78,7 @@ GLOO = "UNKNOWN: Gloo all-reduce failed: [external/gloo/transport/tcp/pair.cc:54
 def test_lost_peer_is_75_among_several(monkeypatch):
     error = wrapped(lambda: (_ for _ in ()).throw(ValueError(GLOO)))
     assert describe(error.__cause__)[0] == 70
-    monkeypatch.setattr(exit_handler, "_one_of_many", lambda: True)
+    monkeypatch.setattr(exit_handler, "_has_peers", lambda: True)
     for each in (error, error.__cause__):
         code, text = describe(each)
         assert code == 75

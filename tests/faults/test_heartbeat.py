@@ -11,10 +11,10 @@ from spmdkit.faults.heartbeat import (
     OneSidedHooks,
     Stragglers,
     culprits,
+    describe_phases,
+    find_silent,
     from_text,
     hang_report,
-    silent,
-    stand,
     straggler,
     straggler_text,
     to_text,
@@ -39,7 +39,7 @@ def beat(phase, for_s, limit_s=10.0, step=812, detail="", spent=None):
 
 def watchdog(board, process, num, now):
     timeouts = {"heartbeat_timeout_s": 30.0, "interpreter_timeout_s": None}
-    return Watchdog(board, "w", process, num, LIMITS, **timeouts, leave=lambda code: None, clock=lambda: now[0])
+    return Watchdog(board, "w", process, num, LIMITS, **timeouts, exit_process=lambda code: None, clock=lambda: now[0])
 
 
 def reads(for_s):
@@ -83,7 +83,7 @@ def test_culprits_of_a_hang(name, beats, quiet, blamed):
     ],
 )
 def test_silent_processes(name, seen, lost):
-    assert silent(100.0, seen, [1, 2], 30.0) == lost, name
+    assert find_silent(100.0, seen, [1, 2], 30.0) == lost, name
 
 
 def test_silent_store_delays_all_deadlines():
@@ -123,7 +123,7 @@ def test_silent_store_delays_all_deadlines():
 
 def test_hang_report_names_every_phase():
     beats = {3: beat("data", 41.2), 0: beat("step", 40), 1: beat("step", 40), 2: beat("waiting", 3, detail="committed")}
-    assert stand(beats, [3]) == (
+    assert describe_phases(beats, [3]) == (
         "p3 has been reading data for 41 s at step 812; p0, p1 wait in the step; p2 waits at 'committed'"
     )
     text = hang_report({"why": "hang", "code": 76, "processes": [3]}, beats, "The newest checkpoint is of step 800.")

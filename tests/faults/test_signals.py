@@ -30,7 +30,7 @@ def test_first_signal_is_a_request_with_one_line(number, capsys):
 
 def test_only_ctrl_c_after_a_request_exits(capsys):
     left = []
-    signals = StopSignals(leave=left.append)
+    signals = StopSignals(force_exit=left.append)
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGCHLD):
         signals.received(number)
     assert (signals.requested, left) == (signal.SIGTERM, [])

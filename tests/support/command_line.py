@@ -89,11 +89,11 @@ class Folder:
         """Runs a command as `spmdkit` does, without the end of the process, and returns its exit code."""
         left = []
 
-        def leave(code):
+        def exit_process(code):
             left.append(code)
             raise Left
 
-        self._monkeypatch.setattr(exit_handler, "leave", leave)
+        self._monkeypatch.setattr(exit_handler, "exit_process", exit_process)
         try:
             code = cli.main(list(arguments))
         except Left:

@@ -80,11 +80,11 @@ def run(command: list[str]) -> Ran:
     """Runs a command and returns how it ended."""
     out, err, left = io.StringIO(), io.StringIO(), []
 
-    def leave(code: int) -> None:
+    def exit_process(code: int) -> None:
         left.append(code)
         raise Left
 
-    real, exit_handler.leave = exit_handler.leave, leave  # type: ignore[assignment]
+    real, exit_handler.exit_process = exit_handler.exit_process, exit_process  # type: ignore[assignment]
     path, begin = list(sys.path), time.process_time()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -93,7 +93,7 @@ def run(command: list[str]) -> Ran:
             except Left:
                 code = left[0]
     finally:
-        exit_handler.leave = real
+        exit_handler.exit_process = real
         sys.path[:] = path
     return Ran(int(code), out.getvalue(), err.getvalue(), time.process_time() - begin)
 

@@ -111,7 +111,7 @@ def _announce(jaxlib: object, address: str, process: int) -> None:
         if key.endswith(beat):
             report = json.dumps({"exit": None, "message": KILLED})
             try:
-                client.key_value_set(f"{key.removesuffix(beat)}/left/{process}", report)
+                client.key_value_set(f"{key.removesuffix(beat)}/exited/{process}", report)
             except RuntimeError:
                 continue  # it reported its own exit
 

@@ -14,7 +14,7 @@ import jax
 
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.errors import CheckpointWriteError, HangError, NonFiniteError, Preempted, RendezvousError
-from spmdkit.faults.error_mapping import of_callback, out_of_memory
+from spmdkit.faults.error_mapping import describe_callback, describe_out_of_memory
 from spmdkit.foundation import phase
 from spmdkit.run.hooks.base import RunView
 from spmdkit.run.recovery.save_retries import Saves
@@ -78,6 +78,6 @@ def _save(run: Saveable, checkpoints: Checkpoints, step: int, state: TrainState)
     except Exception as error:  # noqa: BLE001  a further error; the first one is reported
         return (
             ""
-            if of_callback(error) or out_of_memory(error)
+            if describe_callback(error) or describe_out_of_memory(error)
             else f"could not be saved ({type(error).__name__}: {error})"
         )

@@ -28,7 +28,7 @@ PRODUCTS = 8  # per chain
 MAX_DIGESTS = 4  # reported distinct results per device
 
 
-def burn(devices: Sequence[jax.Device], process_index: int, seconds: float) -> list[dict[str, Any]]:
+def burn_in_devices(devices: Sequence[jax.Device], process_index: int, seconds: float) -> list[dict[str, Any]]:
     """Returns a result per device of this process: index in `devices`, process, host, platform, kind, digests (distinct
     digests of its chains), chains, gflops (median)."""
     mine = [(index, device) for index, device in enumerate(devices) if device.process_index == process_index]

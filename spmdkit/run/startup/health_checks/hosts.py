@@ -26,14 +26,14 @@ from spmdkit.metrics.environment import package_versions
 REQUESTS = 3  # to each clock; the fastest reply is used
 
 
-def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
+def probe_hosts(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
     """Returns per process: host, address, unreached (process -> error) and clock_s (seconds that its clock is ahead of
     the clock of process 0)."""
     mine: dict[str, Any] = {"host": socket.gethostname(), "address": address or cluster.advertises}
     mine |= {"unreached": {}, "clock_s": 0.0 if cluster.is_main else None}
     if cluster.num_processes == 1:
         return [mine]
-    with _answering(mine["address"]) as port:
+    with _clock_server(mine["address"]) as port:
         places = cluster.gather("doctor address", [mine["address"], port], HOST_CHECK_S)
         for process, (other, its_port) in enumerate(places):
             if process == cluster.process_index:
@@ -45,11 +45,11 @@ def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
                 continue
             if process == 0:
                 mine["clock_s"] = -min(ahead)[1]
-        return cluster.gather("doctor met", mine, HOST_CHECK_S)
+        return cluster.gather("doctor hosts", mine, HOST_CHECK_S)
 
 
 @contextlib.contextmanager
-def _answering(address: str) -> Any:
+def _clock_server(address: str) -> Any:
     """Yields the port on which this process serves its time; 0 if it cannot listen."""
     try:
         server = socket.create_server((address, 0))

@@ -24,7 +24,7 @@ class Verdict:
         return Verdict(self.wrong + other.wrong, self.slow + other.slow)
 
 
-def judge_burn(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> Verdict:
+def judge_burn_in(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> Verdict:
     """Returns the outliers by bits (within one kind of device), by rate and by link bandwidth. Arguments: the results
     of burn_in.py and bandwidth.py on all processes."""
     verdict = Verdict()
@@ -84,12 +84,12 @@ def _by_links(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str,
     return Verdict(slow=slow)
 
 
-def judge_hosts(met: Sequence[Mapping[str, Any]]) -> Verdict:
+def judge_hosts(hosts: Sequence[Mapping[str, Any]]) -> Verdict:
     """Returns the processes that cannot reach each other, that advertise an unreachable address, or with a wrong clock.
-    `met`: the result of `meet` in hosts.py."""
+    `hosts`: the result of `probe_hosts` in hosts.py."""
     verdict = Verdict()
-    num_hosts = len({one["host"] for one in met})
-    for me, one in enumerate(met):
+    num_hosts = len({one["host"] for one in hosts})
+    for me, one in enumerate(hosts):
         who = f"process {me} on {one['host']}"
         if num_hosts > 1 and one["address"].startswith("127."):
             verdict.wrong.append(
@@ -99,7 +99,7 @@ def judge_hosts(met: Sequence[Mapping[str, Any]]) -> Verdict:
             )
         for peer, error in one["unreached"].items():
             verdict.wrong.append(
-                f"{who} does not reach process {peer} on {met[int(peer)]['host']} at {met[int(peer)]['address']}: "
+                f"{who} does not reach process {peer} on {hosts[int(peer)]['host']} at {hosts[int(peer)]['address']}: "
                 f"{error}"
             )
         if abs(one["clock_s"] or 0.0) > MAX_CLOCK_S:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from spmdkit.mesh.mesh import make_mesh, resolve
-from spmdkit.run.startup.health_checks import bandwidths, judge_burn, links
-from spmdkit.run.startup.health_checks import burn as burn_all
+from spmdkit.run.startup.health_checks import bandwidths, judge_burn_in, links
+from spmdkit.run.startup.health_checks import burn_in_devices as burn_in_cluster
 from spmdkit.run.startup.health_checks.bandwidth import _rounds
 
 
@@ -21,10 +21,10 @@ def ring(num, slow=None):
 
 def test_healthy_devices_compute_the_same_bits():
     devices = jax.devices()
-    found = burn_all(devices, 0, 0.05)
+    found = burn_in_cluster(devices, 0, 0.05)
     assert [one["device"] for one in found] == list(range(8)) and all(one["chains"] >= 2 for one in found)
     assert len({tuple(one["digests"]) for one in found}) == 1 and len(found[0]["digests"]) == 1
-    verdict = judge_burn(found, links(devices, 0))
+    verdict = judge_burn_in(found, links(devices, 0))
     assert verdict.wrong == [] and verdict.slow == []
 
 
@@ -42,27 +42,27 @@ def test_device_with_one_flipped_bit_is_named(monkeypatch, bit):
         return a, b
 
     monkeypatch.setattr(module, "operands", operands)
-    found = module.burn(jax.devices(), 0, 0.05)
-    (said,) = judge_burn(found, []).wrong
+    found = module.burn_in_devices(jax.devices(), 0, 0.05)
+    (said,) = judge_burn_in(found, []).wrong
     assert f"device 5 (process 0 on {found[0]['host']}) computes other bits than the 7 others of its kind" in said
 
 
 def test_unstable_device_and_ties_are_named():
-    (said,) = judge_burn([seen(0), seen(1, ["aa", "ab"]), seen(2)], []).wrong
+    (said,) = judge_burn_in([seen(0), seen(1, ["aa", "ab"]), seen(2)], []).wrong
     assert "device 1 (process 0 on node0) computes other bits from time to time: 2 results" in said
-    (said,) = judge_burn([seen(0), seen(1, ["bb"])], []).wrong
+    (said,) = judge_burn_in([seen(0), seen(1, ["bb"])], []).wrong
     assert "there is no majority: device 0" in said and "device 1" in said
-    assert judge_burn([seen(0), seen(1, ["bb"], kind="A100")], []).wrong == []
+    assert judge_burn_in([seen(0), seen(1, ["bb"], kind="A100")], []).wrong == []
 
 
 def test_slow_devices_and_links_are_reported():
-    verdict = judge_burn([seen(i, gflops=60.0 if i == 6 else 100.0) for i in range(8)], ring(8, slow=2))
+    verdict = judge_burn_in([seen(i, gflops=60.0 if i == 6 else 100.0) for i in range(8)], ring(8, slow=2))
     assert verdict.wrong == []
     assert any("device 6 (process 1 on node1) is slow: 60 GFLOP/s, the median is 100" in line for line in verdict.slow)
     assert any("link between device 2 (process 0 on node0) and device 3" in line for line in verdict.slow)
     assert len(verdict.slow) == 2
     shared = [seen(i, gflops=10.0 if i == 1 else 100.0, platform="cpu", host="a") for i in range(4)]
-    assert judge_burn(shared, ring(4, slow=1)).slow == [], "devices that are one CPU share its cores"
+    assert judge_burn_in(shared, ring(4, slow=1)).slow == [], "devices that are one CPU share its cores"
 
 
 @pytest.mark.parametrize("num", range(1, 10))

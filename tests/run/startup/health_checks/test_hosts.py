@@ -12,7 +12,7 @@ import pytest
 
 from spmdkit.errors import ConfigError
 from spmdkit.run.startup.health_checks import hosts as module
-from spmdkit.run.startup.health_checks import judge_hosts, meet, same_versions, write_test
+from spmdkit.run.startup.health_checks import judge_hosts, probe_hosts, same_versions, write_test
 from spmdkit.tools.doctor import seconds_of
 from tests.support.clusters import on_all
 from tests.support.environment import environment_of_a_user
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def test_reachable_processes_know_hosts_addresses_and_clocks():
-    for met in on_all(3, lambda cluster: meet(cluster, "127.0.0.1")):
+    for met in on_all(3, lambda cluster: probe_hosts(cluster, "127.0.0.1")):
         assert [one["unreached"] for one in met] == [{}, {}, {}]
         assert all(one["host"] == socket.gethostname() and abs(one["clock_s"]) < 0.5 for one in met)
         assert judge_hosts(met).wrong == []
@@ -29,7 +29,7 @@ def test_reachable_processes_know_hosts_addresses_and_clocks():
 
 def test_unreachable_process_is_named_by_all_others():
     address = lambda cluster: "192.0.2.1" if cluster.process_index == 1 else "127.0.0.1"
-    (met, *_) = on_all(3, lambda cluster: meet(cluster, address(cluster)))
+    (met, *_) = on_all(3, lambda cluster: probe_hosts(cluster, address(cluster)))
     assert [sorted(one["unreached"]) for one in met] == [["1"], [], ["1"]]
     wrong = judge_hosts(met).wrong
     assert len(wrong) == 2 and re.search(r"process 0 on \S+ does not reach process 1 on \S+ at 192\.0\.2\.1", wrong[0])
@@ -52,7 +52,7 @@ def test_clock_of_another_process_is_measured(monkeypatch):
 
     def run(cluster):
         ahead.s = 100.0 if cluster.process_index else 0.0  # the thread that answers has the clock of process 0
-        return meet(cluster, "127.0.0.1")
+        return probe_hosts(cluster, "127.0.0.1")
 
     met = on_all(2, run)[0]
     assert met[0]["clock_s"] == 0.0 and abs(met[1]["clock_s"] - 100) < 1
@@ -107,7 +107,7 @@ def test_doctor_of_two_launched_processes_finds_them_well(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     [told] = done.stdout.splitlines()  # what Gloo says is on standard error
     found = json.loads(told.removeprefix("[0] "))
-    assert found["problems"] == [] and found["reduction"] == "right" and "same bits" in found["burn"]
+    assert found["problems"] == [] and found["reduction"] == "right" and "same bits" in found["burn_in"]
     assert found["devices"] == "4 x cpu (cpu) in 2 processes"
     for process, told in enumerate(found["hosts"].split("; ")):
         clock = r"clock [+-]0\.\d{3} s"
