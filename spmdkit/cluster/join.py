@@ -78,7 +78,7 @@ def join(
         compat_gloo.advertise(advertised.address)
         notes += (advertised.reason,) if advertised.reason else ()
         if generation is not None:
-            compat_membership.let_others_die()
+            compat_membership.survive_peer_failure()
         notes += open_to_all(spec, _initialize(spec, is_first=generation is None or generation.number == 1))
     with generation.creating_devices if generation is not None else nullcontext():
         found = jax.devices("cpu") if num_cpu is not None else jax.devices()

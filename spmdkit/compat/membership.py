@@ -8,13 +8,13 @@ import os
 import jax
 
 
-def let_others_die() -> None:
+def survive_peer_failure() -> None:
     """Disables JAX's abort of this process when another process fails (0.10.2 to 0.12). Call before
     `jax.distributed.initialize`."""
     jax.config.update("jax_enable_recoverability", True)
 
 
-def reduce_one_by_one() -> None:
+def disable_all_reduce_combiner() -> None:
     """Disables XLA's all-reduce combiner, so that CPU collectives stop at the first failure. Call before JAX creates
     devices.
 
@@ -27,7 +27,7 @@ def reduce_one_by_one() -> None:
         os.environ["XLA_FLAGS"] = " ".join([*flags, flag + ",".join([*disabled, pass_])])
 
 
-def leave_backend() -> None:
+def disconnect_backend() -> None:
     """Disconnects this process from its job, and releases its devices and compiled programs. It can then join another
     job."""
     from jax._src import distributed

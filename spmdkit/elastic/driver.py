@@ -35,29 +35,29 @@ NO_EFFECT = "elastic.in_process has no effect: this is not started by spmdkit la
 def train(job: TrainJob, train_once: Callable[..., Result]) -> Result:
     """Returns the result of the last membership. `train_once`: `(job, join, driver) -> Result`, trains once."""
     if not compat.backends_initialized():
-        compat_membership.reduce_one_by_one()
+        compat_membership.disable_all_reduce_combiner()
     membership = membership_from_env(os.environ, job.config.elastic.snapshot_every) if job.cluster is None else None
     if membership is None:
         return train_once(job, partial(join_cluster, job), Driver(notes=(NO_EFFECT,)))
     driver = Driver(
         session=partial(_session, membership),
         after_step=membership.after_step,
-        restored=membership.restored,
-        rolled_back=membership.memory.snapshots.clear,
-        ends=partial(_ends, membership),
+        restore_from_memory=membership.restore,
+        on_rollback=membership.memory.snapshots.clear,
+        event_fields=partial(_event_fields, membership),
     )
     while True:
         try:
             return train_once(job, partial(_join, membership, job.config), driver)
         except Exception as error:
-            if not membership.takes(error):
+            if not membership.is_membership_change(error):
                 raise
-        membership.leave()  # outside the handler no frame of the error is referenced
+        membership.disconnect()  # outside the handler no frame of the error is referenced
 
 
 def _join(membership: Membership, config: Config) -> tuple[Cluster, Config]:
     """Joins the next membership. Returns its processes and the config for their number."""
-    spec, generation, overrides = membership.place(
+    spec, generation, overrides = membership.wait_for_generation(
         detect_cluster(os.environ, config.cluster.environment), lambda: warm_up(config)
     )
     limit_s = config.watchdog.longest_timeout_s if config.watchdog else None
@@ -70,19 +70,19 @@ def _session(
     membership: Membership, cluster: Cluster, watchdog: Watchdog | None, signals: StopSignals
 ) -> Iterator[None]:
     """Listens to the launcher. When the membership changes, stops the watchdog and drops references to the run."""
-    membership.joined(cluster)
+    membership.start_listening(cluster)
     try:
         yield
     except Exception as error:
-        if membership.takes(error):
+        if membership.is_membership_change(error):
             if watchdog is not None:
                 watchdog.stop()
             signals.on_request = None
         raise
 
 
-def _ends(membership: Membership, error: BaseException) -> Mapping[str, Any] | None:
-    if not membership.takes(error):
+def _event_fields(membership: Membership, error: BaseException) -> Mapping[str, Any] | None:
+    if not membership.is_membership_change(error):
         return None
     return {"generation": membership.number, "why": f"{type(error).__name__}: {error}"[:200]}
 
@@ -98,4 +98,4 @@ def warm_up(config: Config) -> None:
     with suppress(SpmdkitError):
         find(f"{target}:{name}", "task", config.folder, Task)
     if compat.backends_initialized():  # by the user's file: a process must join before it creates devices
-        compat_membership.leave_backend()
+        compat_membership.disconnect_backend()

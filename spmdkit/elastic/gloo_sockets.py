@@ -16,25 +16,27 @@ from collections.abc import Iterator
 
 
 class CollectiveTransport:
-    """The connections of one backend. `own`: ports on which this process listens; `others`: those of all processes."""
+    """The connections of one backend. `local_ports`: those on which this process listens; `all_ports`: of all."""
 
     def __init__(self) -> None:
-        self.own: list[int] = []
-        self.others: set[int] = set()
+        self.local_ports: list[int] = []
+        self.all_ports: set[int] = set()
 
     @contextlib.contextmanager
-    def noticed(self) -> Iterator[None]:
+    def record_ports(self) -> Iterator[None]:
         """Records the ports on which listening starts during the body, which creates the backend."""
         before = _listening()
         yield
-        self.own = sorted(_listening() - before)
+        self.local_ports = sorted(_listening() - before)
 
-    def cut(self) -> int:
+    def shut_down(self) -> int:
         """Shuts down all collective connections to other processes; returns their number. Callable from any thread."""
-        ports, num = self.others | set(self.own), 0
+        ports, num = self.all_ports | set(self.local_ports), 0
         for connection in _sockets():
             with connection, contextlib.suppress(OSError):
-                if not _listens(connection) and (_port(connection) in self.own or connection.getpeername()[1] in ports):
+                if not _listens(connection) and (
+                    _port(connection) in self.local_ports or connection.getpeername()[1] in ports
+                ):
                     connection.shutdown(socket.SHUT_RDWR)
                     num += 1
         return num
@@ -49,12 +51,12 @@ def _listening() -> set[int]:
     return ports
 
 
-def _listens(each: socket.socket) -> bool:
-    return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _listens(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _port(each: socket.socket) -> int:
-    return int(each.getsockname()[1])
+def _port(connection: socket.socket) -> int:
+    return int(connection.getsockname()[1])
 
 
 def _sockets() -> Iterator[socket.socket]:

@@ -63,12 +63,12 @@ class Snapshot:
         return sum(part.nbytes for leaf in self.leaves.values() for part in leaf.parts.values())
 
 
-def place_of(index: Any, shape: tuple[int, ...]) -> Location:
+def location_of(index: Any, shape: tuple[int, ...]) -> Location:
     return tuple(dim.indices(size)[:2] for dim, size in zip(index, shape, strict=True))
 
 
-def size_of(place: Location) -> int:
-    return math.prod(end - begin for begin, end in place)
+def size_of(location: Location) -> int:
+    return math.prod(end - begin for begin, end in location)
 
 
 def common(one: Location, other: Location) -> Location | None:
@@ -111,12 +111,12 @@ class Copier:
             self._alone = [path for path, leaf in leaves.items() if _is_alone(leaf)]
             self._send = self._sender([leaves[path] for path in self._alone])
         sent = self._send([leaves[path] for path in self._alone]) if self._alone else []
-        leaf_parts = {path: _own(leaf) for path, leaf in leaves.items()}
+        leaf_parts = {path: _copy_shards(leaf) for path, leaf in leaves.items()}
         for path, leaf in zip(self._alone, sent, strict=True):
-            places = leaves[path].sharding.devices_indices_map(leaf.shape)
+            locations = leaves[path].sharding.devices_indices_map(leaf.shape)
             for shard in leaf.addressable_shards:
-                place = place_of(places[self._from[shard.device]], leaf.shape)
-                leaf_parts[path].parts.setdefault(place, np.array(shard.data))
+                location = location_of(locations[self._from[shard.device]], leaf.shape)
+                leaf_parts[path].parts.setdefault(location, np.array(shard.data))
         return Snapshot(step, json.dumps(record, allow_nan=False), leaf_parts)
 
     def _sender(self, leaves: list[jax.Array]) -> Callable[[list[jax.Array]], list[jax.Array]]:
@@ -143,9 +143,9 @@ def _copied_to(devices: list[Any]) -> list[tuple[int, int]]:
 def _is_alone(leaf: jax.Array) -> bool:
     """Returns whether any shard of a leaf is on one process only."""
     holders = dict[Location, set[int]]()
-    places: Mapping[Any, Any] = leaf.sharding.devices_indices_map(leaf.shape)
-    for device, index in places.items():
-        holders.setdefault(place_of(index, leaf.shape), set()).add(device.process_index)
+    locations: Mapping[Any, Any] = leaf.sharding.devices_indices_map(leaf.shape)
+    for device, index in locations.items():
+        holders.setdefault(location_of(index, leaf.shape), set()).add(device.process_index)
     return any(len(processes) == 1 for processes in holders.values())
 
 
@@ -161,17 +161,17 @@ def _on_device(path: str, leaf: Any) -> jax.Array:
     return leaf  # type: ignore[no-any-return]
 
 
-def _own(leaf: jax.Array) -> Parts:
+def _copy_shards(leaf: jax.Array) -> Parts:
     """Returns copies of the shards on this process: the next step reuses the device memory."""
     parts: dict[Location, np.ndarray] = {}
     for shard in leaf.addressable_shards:
-        place = place_of(shard.index, leaf.shape)
-        if place not in parts:
-            parts[place] = np.array(shard.data)
+        location = location_of(shard.index, leaf.shape)
+        if location not in parts:
+            parts[location] = np.array(shard.data)
     return Parts(leaf.shape, np.dtype(leaf.dtype), parts)
 
 
-class FromMemory:
+class SnapshotReader:
     """A snapshot with the interface of `Checkpoints`, for `program.restore.restored`."""
 
     def __init__(self, snapshot: Snapshot):
@@ -193,14 +193,14 @@ class FromMemory:
 
 def whole(leaf: Parts, index: Any) -> np.ndarray:
     """Returns the elements at a tuple of slices, assembled from the parts that overlap with it."""
-    requested = place_of(index, leaf.shape)
+    requested = location_of(index, leaf.shape)
     if requested in leaf.parts:
         return leaf.parts[requested]
     out = np.empty([end - begin for begin, end in requested], leaf.dtype)
     within: Callable[[Any, Any], tuple[slice, ...]] = lambda inner, outer: tuple(
         slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True)
     )
-    for place, part in leaf.parts.items():
-        if (overlap := common(place, requested)) is not None:
-            out[within(overlap, requested)] = part[within(overlap, place)]
+    for location, part in leaf.parts.items():
+        if (overlap := common(location, requested)) is not None:
+            out[within(overlap, requested)] = part[within(overlap, location)]
     return out

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from spmdkit.cluster import Cluster
-from spmdkit.elastic.peer_memory import HostMemory, Location, Parts, Snapshot, common, place_of, size_of
+from spmdkit.elastic.peer_memory import HostMemory, Location, Parts, Snapshot, common, location_of, size_of
 from spmdkit.foundation.trees import named_leaves
 
 PIECE_BYTES = 1 << 22
@@ -42,14 +42,17 @@ def describe(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "step": snapshot.step,
         "leaves": {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in snapshot.leaves.items()},
-        "holdings": {path: [list(map(list, place)) for place in leaf.parts] for path, leaf in snapshot.leaves.items()},
+        "holdings": {
+            path: [list(map(list, location)) for location in leaf.parts] for path, leaf in snapshot.leaves.items()
+        },
     }
 
 
 def parse_info(value: Mapping[str, Any]) -> SnapshotInfo:
     """Parses the result of `describe`."""
     holdings = {
-        path: [tuple((a, b) for a, b in place) for place in places] for path, places in value["holdings"].items()
+        path: [tuple((a, b) for a, b in location) for location in locations]
+        for path, locations in value["holdings"].items()
     }
     leaves = {path: (tuple(shape), dtype) for path, (shape, dtype) in value["leaves"].items()}
     return SnapshotInfo(value["step"], leaves, holdings)
@@ -61,7 +64,7 @@ def newest_whole(by_process: list[list[SnapshotInfo]]) -> int | None:
     for step in sorted({info.step for info in infos}, reverse=True):
         of_step = [info for info in infos if info.step == step]
         if all(
-            sum(map(size_of, {place for info in of_step for place in info.holdings[path]}))
+            sum(map(size_of, {location for info in of_step for location in info.holdings[path]}))
             == int(np.prod(shape, dtype=np.int64))
             for path, (shape, _) in of_step[0].leaves.items()
         ):
@@ -69,7 +72,7 @@ def newest_whole(by_process: list[list[SnapshotInfo]]) -> int | None:
     return None
 
 
-def found(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[SnapshotInfo | None]] | None:
+def find_newest(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[SnapshotInfo | None]] | None:
     """Returns (step, the shards of each process) of the newest state that is complete across processes; None if there
     is none or it is older than `least`."""
     gathered = cluster.gather("memory", [describe(snapshot) for snapshot in memory.snapshots])
@@ -80,7 +83,7 @@ def found(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[S
     return step, [next((info for info in of_one if info.step == step), None) for of_one in by_process]
 
 
-def completed(
+def complete_snapshot(
     cluster: Cluster, memory: HostMemory, step: int, holders: list[SnapshotInfo | None], abstract_state: Any
 ) -> Snapshot:
     """Returns the snapshot of `step` with all shards that this process needs on the new mesh, received from other
@@ -94,15 +97,15 @@ def completed(
     if mine is None:
         nothing = {path: Parts(shape, np.dtype(jnp.dtype(dtype)), {}) for path, (shape, dtype) in leaves.items()}
         mine = Snapshot(step, record, nothing)
-    needed = _needed(cluster.num_processes, leaves, abstract_state)
-    stream = list(_lacking(holders, needed, leaves))
+    needed = _required_shards(cluster.num_processes, leaves, abstract_state)
+    stream = list(_missing_shards(holders, needed, leaves))
     parts = {path: dict(leaf.parts) for path, leaf in mine.leaves.items()}
-    for (path, place), part in (_received(cluster, mine, stream) if stream else {}).items():
-        parts[path][place] = part
+    for (path, location), part in (_receive(cluster, mine, stream) if stream else {}).items():
+        parts[path][location] = part
     return Snapshot(step, record, {p: dataclasses.replace(leaf, parts=parts[p]) for p, leaf in mine.leaves.items()})
 
 
-def _needed(num: int, leaves: Mapping[str, Any], abstract_state: Any) -> list[Holdings]:
+def _required_shards(num: int, leaves: Mapping[str, Any], abstract_state: Any) -> list[Holdings]:
     needed: list[Holdings] = [{path: [] for path in leaves} for _ in range(num)]
     targets = dict(named_leaves(abstract_state))
     for path, (shape, _) in leaves.items():
@@ -112,46 +115,51 @@ def _needed(num: int, leaves: Mapping[str, Any], abstract_state: Any) -> list[Ho
                 of_process[path].append(tuple((0, size) for size in shape))
             continue
         for device, index in target.sharding.devices_indices_map(shape).items():
-            place = place_of(index, shape)
-            if place not in needed[device.process_index][path]:
-                needed[device.process_index][path].append(place)
+            location = location_of(index, shape)
+            if location not in needed[device.process_index][path]:
+                needed[device.process_index][path].append(location)
     return needed
 
 
-def _lacking(
+def _missing_shards(
     holders: list[SnapshotInfo | None], needed: list[Holdings], leaves: Mapping[str, Any]
 ) -> Iterator[tuple[str, Location, int, frozenset[int]]]:
     """Yields (path, location, sender, receivers) of each missing shard, in the same order on all processes."""
     for path in leaves:
         has = [set[Location]() if info is None else set(info.holdings[path]) for info in holders]
-        for place in sorted(set().union(*has)):
+        for location in sorted(set().union(*has)):
             receivers = {
                 p
                 for p, wants in enumerate(needed)
-                if place not in has[p] and any(common(place, wanted) is not None for wanted in wants[path])
+                if location not in has[p] and any(common(location, wanted) is not None for wanted in wants[path])
             }
             if receivers:
-                yield path, place, next(p for p, places in enumerate(has) if place in places), frozenset(receivers)
+                yield (
+                    path,
+                    location,
+                    next(p for p, locations in enumerate(has) if location in locations),
+                    frozenset(receivers),
+                )
 
 
-def _received(
+def _receive(
     cluster: Cluster, mine: Snapshot, stream: list[tuple[str, Location, int, frozenset[int]]]
 ) -> dict[tuple[str, Location], np.ndarray]:
     """Returns (path, location) -> shard, for the shards that this process receives."""
-    sizes = [size_of(place) * mine.leaves[path].dtype.itemsize for path, place, _, _ in stream]
+    sizes = [size_of(location) * mine.leaves[path].dtype.itemsize for path, location, _, _ in stream]
     starts = [int(start) for start in np.cumsum([0, *sizes])]
     piece = min(PIECE_BYTES, starts[-1])
     total = np.zeros(-(-starts[-1] // piece) * piece, np.uint8)
-    for start, size, (path, place, sender, _) in zip(starts, sizes, stream, strict=False):
+    for start, size, (path, location, sender, _) in zip(starts, sizes, stream, strict=False):
         if sender == cluster.process_index:
-            shard = np.ascontiguousarray(mine.leaves[path].parts[place])
+            shard = np.ascontiguousarray(mine.leaves[path].parts[location])
             total[start : start + size] = shard.reshape(-1).view(np.uint8)
     for at in range(0, len(total), piece):
         # With `is_source` on every process this is a sum: each position is nonzero on at most one process.
         total[at : at + piece] = multihost_utils.broadcast_one_to_all(total[at : at + piece], is_source=True)
     received = {}
-    for start, size, (path, place, _, receivers) in zip(starts, sizes, stream, strict=False):
+    for start, size, (path, location, _, receivers) in zip(starts, sizes, stream, strict=False):
         if cluster.process_index in receivers:
             part = total[start : start + size].copy().view(mine.leaves[path].dtype)
-            received[path, place] = part.reshape([end - begin for begin, end in place])
+            received[path, location] = part.reshape([end - begin for begin, end in location])
     return received

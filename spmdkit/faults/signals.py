@@ -87,7 +87,8 @@ class StopSignals:
         self, exit_process: Callable[[BaseException], Any], run_is_open: bool = False
     ) -> Iterator[None]:
         """While the body runs, a signal ends it by an exception. If the body does not end in time,
-        `exit_process(exception)` is called. `run_is_open`: Ctrl-C requests a stop, as in the loop; otherwise it is a plain KeyboardInterrupt."""
+        `exit_process(exception)` is called. `run_is_open`: Ctrl-C requests a stop, as in the loop; otherwise it is a
+        plain KeyboardInterrupt."""
         self._exit_process, self._started = exit_process, run_is_open
         try:
             if self.requested is not None:

@@ -65,7 +65,7 @@ class MembershipFiles:
             return parse_update(os.pread(self._update, UPDATE_BYTES, 0))
         return None
 
-    def say_ready(self, number: int) -> None:
+    def report_ready(self, number: int) -> None:
         """Reports that this process has closed its backend, and can join generation `number`."""
         with suppress(OSError):
             os.pwrite(self._ready, f"{number:20d}\n".encode(), 0)

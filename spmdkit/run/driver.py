@@ -40,11 +40,11 @@ class Driver:
     Attributes:
         session: the context of one training, entered after `join`.
         after_step: called before the first step and after each step, on all processes. If it raises an exception that
-            `ends` recognizes, this training ends.
-        restored: returns the state in the memory of the processes if it is newer than every checkpoint.
-        rolled_back: called when training returns to an earlier step.
-        ends: returns the fields of the event `membership_changed` for an exception that ends this training but not the
-            run; otherwise None.
+            `event_fields` recognizes, this training ends.
+        restore_from_memory: returns the state in the memory of the processes if it is newer than every checkpoint.
+        on_rollback: called when training returns to an earlier step.
+        event_fields: returns the fields of the event `membership_changed` for an exception that ends this training but
+            not the run; otherwise None.
         notes: lines for the user.
     """
 
@@ -52,9 +52,9 @@ class Driver:
         lambda cluster, watchdog, signals: nullcontext()
     )
     after_step: Callable[[RunView, int, TrainState], None] = lambda run, step, state: None
-    restored: Callable[[Cluster, Program, Checkpoints | None], Restored | None] = lambda *_: None
-    rolled_back: Callable[[], None] = lambda: None
-    ends: Callable[[BaseException], Mapping[str, Any] | None] = lambda error: None
+    restore_from_memory: Callable[[Cluster, Program, Checkpoints | None], Restored | None] = lambda *_: None
+    on_rollback: Callable[[], None] = lambda: None
+    event_fields: Callable[[BaseException], Mapping[str, Any] | None] = lambda error: None
     notes: tuple[str, ...] = ()
 
 

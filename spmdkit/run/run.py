@@ -130,7 +130,7 @@ class Run:
     ) -> None:
         if isinstance(error, ExitRequested):
             self.events.write("preempted", step=self.step, code=error.exit_code, why=str(error))
-        elif error is not None and (change := self.driver.ends(error)) is not None:
+        elif error is not None and (change := self.driver.event_fields(error)) is not None:
             self.events.write("membership_changed", step=self.step, **change)
             if self.checkpoints is not None:
                 self.checkpoints.abandon(SAVE_ABANDON_S)  # a process died that was writing a part of the save
@@ -192,7 +192,7 @@ class Run:
             self._described = resume_check.described(self.config, self.program.task)  # later a thread reads the data
         if self.checkpoints is not None:
             bucket.bring_skipped(self.config, self.cluster, self.directory)
-        restored = self.driver.restored(self.cluster, self.program, self.checkpoints)
+        restored = self.driver.restore_from_memory(self.cluster, self.program, self.checkpoints)
         if restored is None and self.checkpoints is not None:
             restored = restore.newest_good(self.cluster, self.checkpoints, self.program, reset=self.reset)
         step, wrong, changed, lines = 0, dict[str, str](), list[resume_check.Change](), list[str]()
@@ -245,7 +245,7 @@ class Run:
     def return_to(self, found: restore.Restored | None) -> None:
         """Resets the run to an earlier checkpoint or to step 0, and drops the results of undone steps."""
         self.hook_runner.went_back()
-        self.driver.rolled_back()
+        self.driver.on_rollback()
         self.in_flight.clear()
         self._numbers, self.last_eval, self.last_logged = None, None, {}
         if found is not None:

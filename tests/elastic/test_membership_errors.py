@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmdkit.elastic import membership as rooms
+from spmdkit.elastic import membership as membership_module
 from spmdkit.elastic.membership import Membership, MembershipChanged
 from spmdkit.errors import CheckpointError, ConfigError, NonFiniteError, RendezvousError, UserCodeError
 
@@ -20,11 +20,11 @@ def caused(error, by):
 
 @pytest.fixture(params=[True, False], ids=["called", "not called"])
 def membership(request, monkeypatch):
-    monkeypatch.setattr(rooms, "MEMBERSHIP_NOTICE_S", 0.0)
+    monkeypatch.setattr(membership_module, "MEMBERSHIP_NOTICE_S", 0.0)
     made = Membership(MembershipFiles(), 5)
     if request.param:
-        made._order = object()
-        made._called.set()
+        made._update = object()
+        made._peer_died.set()
     made.is_called = request.param
     return made
 
@@ -41,7 +41,7 @@ def membership(request, monkeypatch):
     ],
 )
 def test_errors_of_lost_peers_are_taken(membership, error):
-    assert membership.takes(error) is membership.is_called
+    assert membership.is_membership_change(error) is membership.is_called
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,4 @@ def test_errors_of_lost_peers_are_taken(membership, error):
     ],
 )
 def test_own_errors_end_the_run(membership, error):
-    assert not membership.takes(error)
+    assert not membership.is_membership_change(error)

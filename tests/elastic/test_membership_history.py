@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from spmdkit.launch import membership as rooms
+from spmdkit.launch import membership as membership_module
 from spmdkit.launch import standby, supervisor
 from spmdkit.launch.membership import MembershipHistory
 from spmdkit.launch.membership_file import MembershipFiles, MembershipUpdate, parse_ready, parse_update
@@ -85,14 +85,14 @@ class Job:
     def comes(self, *processes):
         for process in processes:
             order = self.orders[process].read()
-            self.orders[process].say_ready(max(order.number, self.orders[process].born))
+            self.orders[process].report_ready(max(order.number, self.orders[process].born))
         return self.membership.poll()
 
 
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch):
-    monkeypatch.setattr(rooms, "ServiceProcess", ServiceProcess)
-    for module in (rooms, standby):
+    monkeypatch.setattr(membership_module, "ServiceProcess", ServiceProcess)
+    for module in (membership_module, standby):
         monkeypatch.setattr(module, "send", lambda pid, number: KILLED.append(pid - NOBODY))
     KILLED.clear()
     yield
@@ -162,7 +162,7 @@ def test_generations_without_steps_end():
 def test_late_members_restart_all():
     job = Job(4, lambda before, lost: (before - lost, []))
     assert job.dies(1)
-    job.now = rooms.MEMBERS_READY_S + 1
+    job.now = membership_module.MEMBERS_READY_S + 1
     assert not job.comes(0, 2)
 
 
@@ -181,9 +181,9 @@ def test_stuck_member_is_killed_and_compiling_awaited():
     job.trains(5)
     assert job.dies(3)
     job.membership._children[1].last_beat = {"phase": "compile"}
-    job.now = rooms.LEAVE_STEP_S - 1
+    job.now = membership_module.LEAVE_STEP_S - 1
     assert job.comes(2) and KILLED == []
-    job.now = rooms.LEAVE_STEP_S + 1
+    job.now = membership_module.LEAVE_STEP_S + 1
     assert job.comes(2) and job.comes(2) and KILLED == [0]
     assert job.dies(0) and job.orders[1].read().members == (1, 2)
 
@@ -249,7 +249,7 @@ def test_idle_member_in_a_step_is_killed(
     monkeypatch,
 ):
     busy = {NOBODY + process: 0 for process in range(5)}
-    monkeypatch.setattr(rooms, "busy_ns", lambda pid: busy[pid])
+    monkeypatch.setattr(membership_module, "busy_ns", lambda pid: busy[pid])
     job = Job(5, lambda before, lost: (before - lost, []))
     job.trains(5)
     assert job.dies(4)
@@ -259,6 +259,6 @@ def test_idle_member_in_a_step_is_killed(
         busy[NOBODY] += 1_000_000
         busy[NOBODY + 1] += 100_000_000
         assert job.comes(3)
-    assert KILLED == [0] and job.now < rooms.LEAVE_STEP_S
-    monkeypatch.setattr(rooms, "busy_ns", lambda pid: None)
+    assert KILLED == [0] and job.now < membership_module.LEAVE_STEP_S
+    monkeypatch.setattr(membership_module, "busy_ns", lambda pid: None)
     assert job.comes(3) and KILLED == [0], "where it cannot be seen, it takes longer"

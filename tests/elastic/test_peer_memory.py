@@ -10,9 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit.cluster import Cluster
 from spmdkit.cluster.store import MemoryStore
-from spmdkit.elastic import peer_memory as rooms
-from spmdkit.elastic import redistribute
-from spmdkit.elastic.peer_memory import Copier, FromMemory, HostMemory, Parts, Snapshot, place_of
+from spmdkit.elastic import peer_memory, redistribute
+from spmdkit.elastic.peer_memory import Copier, HostMemory, Parts, Snapshot, SnapshotReader, location_of
 from spmdkit.elastic.redistribute import SnapshotInfo, newest_whole
 from spmdkit.errors import ConfigError
 
@@ -34,12 +33,12 @@ def test_state_returns_bitwise_on_another_mesh():
     before = state(mesh(2, 4))
     snapshot = Copier(mesh(2, 4)).take(7, before, {"seed": 1})
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(mesh(1, 3)))
-    after, record = FromMemory(snapshot).restore(7, abstract)
+    after, record = SnapshotReader(snapshot).restore(7, abstract)
     assert record == {"seed": 1}
     for name, leaf in before.items():
         assert np.asarray(after[name]).tobytes() == np.asarray(leaf).tobytes() and after[name].dtype == leaf.dtype
         assert after[name].sharding == abstract[name].sharding
-    assert FromMemory(snapshot).read_tree(7)["half"] == ((24,), "bfloat16")
+    assert SnapshotReader(snapshot).read_tree(7)["half"] == ((24,), "bfloat16")
 
 
 def test_two_newest_snapshots_are_kept_as_copies():
@@ -54,9 +53,9 @@ def test_two_newest_snapshots_are_kept_as_copies():
 
 def test_devices_send_to_another_process():
     of = [0, 0, 2, 2, 1, 1]
-    pairs = rooms._copied_to([types.SimpleNamespace(process_index=p) for p in of])
+    pairs = peer_memory._copied_to([types.SimpleNamespace(process_index=p) for p in of])
     assert sorted(pairs) == [(0, 4), (1, 5), (2, 0), (3, 1), (4, 2), (5, 3)]
-    pairs = rooms._copied_to([types.SimpleNamespace(process_index=p) for p in range(5)])
+    pairs = peer_memory._copied_to([types.SimpleNamespace(process_index=p) for p in range(5)])
     assert pairs == [(0, 2), (1, 3), (2, 4), (3, 0), (4, 1)]
 
 
@@ -69,16 +68,16 @@ def test_shards_of_one_process_are_sent(monkeypatch):
     copier._to = [(i, (i + 2) % 8) for i in range(8)]
     copier._from = {jax.devices()[(i + 2) % 8]: jax.devices()[i] for i in range(8)}
     put = jax.device_put(np.arange(16.0, dtype=np.float32), NamedSharding(on, PartitionSpec("fsdp")))
-    own = rooms._own
+    copy_shards = peer_memory._copy_shards
 
     def of_one(leaf):
-        whole = own(leaf)
-        mine = [place_of(s.index, leaf.shape) for s in leaf.addressable_shards if four[s.device] == 1]
-        return Parts(whole.shape, whole.dtype, {place: whole.parts[place] for place in mine})
+        whole = copy_shards(leaf)
+        mine = [location_of(s.index, leaf.shape) for s in leaf.addressable_shards if four[s.device] == 1]
+        return Parts(whole.shape, whole.dtype, {location: whole.parts[location] for location in mine})
 
-    monkeypatch.setattr(rooms, "_own", of_one)
+    monkeypatch.setattr(peer_memory, "_copy_shards", of_one)
     parts = copier.take(1, {"w": put}, {}).leaves["w"].parts
-    assert {place: list(part) for place, part in parts.items()} == {
+    assert {location: list(part) for location, part in parts.items()} == {
         ((2 * i, 2 * i + 2),): [2.0 * i, 2.0 * i + 1] for i in range(8)
     }
 
@@ -107,7 +106,7 @@ def test_missing_shards_come_from_the_first_holder():
     holders = [parse_info(5, w=[halves[0], halves[1]]), parse_info(5, w=[halves[1]]), None]
     needed = [{"w": [((0, 4),)], "b": [()]} for _ in holders]
     leaves = holders[0].leaves
-    assert list(redistribute._lacking(holders, needed, leaves)) == [
+    assert list(redistribute._missing_shards(holders, needed, leaves)) == [
         ("w", halves[0], 0, frozenset({1, 2})),
         ("w", halves[1], 0, frozenset({2})),
         ("b", (), 0, frozenset({2})),
@@ -125,11 +124,11 @@ def test_a_stream_in_pieces_brings_the_bits(monkeypatch):
         "odd": rng.integers(0, 255, 13).astype(np.uint8),
         "n": np.float32(-0.0),
     }
-    places = {path: tuple((0, size) for size in x.shape) for path, x in whole.items()}
+    locations = {path: tuple((0, size) for size in x.shape) for path, x in whole.items()}
     mine = Snapshot(
-        1, "{}", {path: Parts(x.shape, x.dtype, {places[path]: np.asarray(x)}) for path, x in whole.items()}
+        1, "{}", {path: Parts(x.shape, x.dtype, {locations[path]: np.asarray(x)}) for path, x in whole.items()}
     )
-    stream = [(path, place, 0, frozenset({0})) for path, place in places.items()]
-    got = redistribute._received(cluster, mine, stream)
+    stream = [(path, location, 0, frozenset({0})) for path, location in locations.items()]
+    got = redistribute._receive(cluster, mine, stream)
     for path, x in whole.items():
-        assert got[path, places[path]].tobytes() == x.tobytes() and got[path, places[path]].shape == x.shape
+        assert got[path, locations[path]].tobytes() == x.tobytes() and got[path, locations[path]].shape == x.shape

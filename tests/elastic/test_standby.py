@@ -7,7 +7,7 @@ import pytest
 
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.config import load_config
-from spmdkit.elastic import membership as rooms
+from spmdkit.elastic import membership as membership_module
 from spmdkit.elastic.driver import warm_up
 from spmdkit.elastic.membership import Membership
 from spmdkit.errors import RendezvousError
@@ -20,18 +20,18 @@ class MembershipFiles:
     """Those of a list, one after the other."""
 
     def __init__(self, member, born, *orders):
-        self.member, self.born, self.left, self.said = member, born, list(orders), []
+        self.member, self.born, self.left, self.ready = member, born, list(orders), []
 
     def read(self):
         return self.left.pop(0) if len(self.left) > 1 else self.left[0]
 
-    def say_ready(self, number):
-        self.said.append(number)
+    def report_ready(self, number):
+        self.ready.append(number)
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(rooms, "MEMBERSHIP_POLL_S", 0.0)
+    monkeypatch.setattr(membership_module, "MEMBERSHIP_POLL_S", 0.0)
 
 
 def test_standby_takes_the_place_it_is_given():
@@ -45,26 +45,26 @@ def test_standby_takes_the_place_it_is_given():
         order,
         MembershipUpdate(**{**vars(order), "service": "h:3"}),
     )
-    warmed = []
-    spec, generation, _ = Membership(orders, 5).place(SPEC, lambda: warmed.append(orders.said[:]))
+    warmed_up = []
+    spec, generation, _ = Membership(orders, 5).wait_for_generation(SPEC, lambda: warmed_up.append(orders.ready[:]))
     assert (spec.process_id, spec.num_processes, spec.service, generation.number) == (2, 4, "h:3", 3)
-    assert orders.member == 2 and orders.said == [2, 3] and warmed == [[]], "warm before it waits"
+    assert orders.member == 2 and orders.ready == [2, 3] and warmed_up == [[]], "warm before it waits"
 
 
 def test_standby_waits_longer_than_members(monkeypatch):
-    monkeypatch.setattr(rooms, "MEMBERSHIP_UPDATE_S", -1.0)
+    monkeypatch.setattr(membership_module, "MEMBERSHIP_UPDATE_S", -1.0)
     idle = MembershipUpdate(1, (0, 1), "h:1")
     with pytest.raises(RendezvousError, match="has not published"):
-        Membership(MembershipFiles(0, 2, idle), 5).place(SPEC, list)
-    monkeypatch.setattr(rooms, "MEMBERSHIP_UPDATE_S", 0.05)
+        Membership(MembershipFiles(0, 2, idle), 5).wait_for_generation(SPEC, list)
+    monkeypatch.setattr(membership_module, "MEMBERSHIP_UPDATE_S", 0.05)
     taken = MembershipUpdate(2, (0, 1), "h:2", adopted=((-1, 1),))
     orders = MembershipFiles(-1, 2, *[idle] * 3_000, taken)
-    assert Membership(orders, 5).place(SPEC, list)[0].process_id == 1
+    assert Membership(orders, 5).wait_for_generation(SPEC, list)[0].process_id == 1
 
 
 def test_removed_process_is_refused():
     with pytest.raises(RendezvousError, match="removed from the job"):
-        Membership(MembershipFiles(2, 2, MembershipUpdate(2, (0, 1), "h:2")), 5).place(SPEC, list)
+        Membership(MembershipFiles(2, 2, MembershipUpdate(2, (0, 1), "h:2")), 5).wait_for_generation(SPEC, list)
 
 
 def test_warm_standby_has_imported_and_has_no_devices(tmp_path, monkeypatch):
@@ -75,7 +75,7 @@ def test_warm_standby_has_imported_and_has_no_devices(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text("task: mine.py:task\nsteps: 1\nbatch_size: 1\nrun_dir: run\n")
     left = []
     monkeypatch.setattr("spmdkit.compat.backends_initialized", lambda: True)
-    monkeypatch.setattr("spmdkit.compat.membership.leave_backend", lambda: left.append(True))
+    monkeypatch.setattr("spmdkit.compat.membership.disconnect_backend", lambda: left.append(True))
     warm_up(load_config(tmp_path / "run.yaml"))
     assert any(getattr(m, "IMPORTED", False) for name, m in list(sys.modules.items()) if name.endswith("mine")) and left
     (tmp_path / "mine.py").write_text("raise ValueError\n")

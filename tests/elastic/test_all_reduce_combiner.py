@@ -13,8 +13,8 @@ from tests.support.environment import environment_of_a_user
 PROGRAM = """
 import sys
 from spmdkit.compat import membership as compat_membership
-if sys.argv[1] == "one by one":
-    compat_membership.reduce_one_by_one()
+if sys.argv[1] == "combiner disabled":
+    compat_membership.disable_all_reduce_combiner()
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 jax.config.update("jax_num_cpu_devices", 2)
@@ -24,7 +24,7 @@ print(sum(" all-reduce(" in line for line in text.splitlines()))
 """  # noqa: E501
 
 
-@pytest.mark.parametrize(("how", "num"), [("as ever", 1), ("one by one", 2)])
+@pytest.mark.parametrize(("how", "num"), [("default", 1), ("combiner disabled", 2)])
 def test_all_reduces_are_not_combined(how, num):
     env = environment_of_a_user() | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
     run = subprocess.run([sys.executable, "-c", PROGRAM, how], env=env, capture_output=True, text=True, timeout=120)
@@ -33,9 +33,9 @@ def test_all_reduces_are_not_combined(how, num):
 
 def test_xla_flags_of_the_environment_are_kept(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_disable_hlo_passes=algsimp")
-    compat_membership.reduce_one_by_one()
+    compat_membership.disable_all_reduce_combiner()
     once = os.environ["XLA_FLAGS"]
     assert once.endswith(" --xla_disable_hlo_passes=algsimp,cpu-all-reduce-combiner")
     assert once.startswith("--xla_dump_to=/tmp/x ")
-    compat_membership.reduce_one_by_one()
+    compat_membership.disable_all_reduce_combiner()
     assert os.environ["XLA_FLAGS"] == once
