@@ -4,10 +4,9 @@ configs/verify.
     python benchmarks/verify_examples.py [NAME[/DEVICES] ...]      # gpt, or gpt/8; gpt/mutants: these alone, in a few
                                                                    minutes
 
-Each config is run with 1, 2 and 4 microbatches, and every mutant that can act on it. Finished cases are kept in
-build/verify, so that a run that was cut off goes on where it was; they count only for the same text of package, task
-and config. What came out is written to docs/verify.json, in the place of what was there of the same config and devices,
-and a page of all of it to docs/verify.md.
+Each config is run with 1, 2 and 4 microbatches, and with every applicable mutant. Finished cases are stored in
+build/verify, so that an interrupted run continues. They are valid only for the same code of package, task and config.
+The results replace those of the same config and number of devices in docs/verify.json. docs/verify.md is the table.
 """
 
 import datetime
@@ -23,7 +22,7 @@ from spmdkit.verify.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs/verify"
-KEPT = ROOT / "build/verify"
+CASES = ROOT / "build/verify"
 SUMMARY = ROOT / "docs/verify.json"
 PAGE = ROOT / "docs/verify.md"
 SWEEPS = {
@@ -37,7 +36,7 @@ def sweep(name, title, options):
     """Returns the report of one sweep over the meshes of one config."""
     print(f"{name}: {title}", file=sys.stderr, flush=True)
     return report_of(
-        name, "--all", "--microbatches", "1,2,4", "--resume", str(KEPT / f"{name}-{options[1]}.jsonl"), *options
+        name, "--all", "--microbatches", "1,2,4", "--resume", str(CASES / f"{name}-{options[1]}.jsonl"), *options
     )
 
 
@@ -51,7 +50,7 @@ def report_of(name, *options):
 
 
 def summary(report):
-    """Returns what is kept of a report: counts, the worst errors with their cases, what was not legal and why."""
+    """Returns the summary of a report: counts, the worst errors with their cases, and the reasons of illegal cases."""
     worst = {}
     for quantity in QUANTITIES:
         found = [case for case in report["cases"] if case.get(f"{quantity}_error") is not None]
@@ -77,7 +76,7 @@ def summary(report):
 
 
 def mutants(report):
-    """Returns what is kept of a report's mutants."""
+    """Returns the summary of a report's mutants."""
     return {
         "mutants": {mutant["name"]: mutant["by"] if mutant["caught"] else "NOT CAUGHT" for mutant in report["mutants"]},
         "not_applicable": {mutant["name"]: mutant["reason"] for mutant in report["not_applicable"]},
@@ -85,48 +84,47 @@ def mutants(report):
     }
 
 
-def page(found):
+def page(results):
     """Returns docs/verify.md."""
     lines = [
         "# Every mesh against one device",
         "",
-        f"`make verify`, {found['machine']}; jax {found['jax']}.",
+        f"`make verify`, {results['machine']}; jax {results['jax']}.",
         "",
         (
-            "Each case: loss, every gradient leaf on two batches (the second one short), update and optimizer state, "
-            "parameters after three steps, metrics;"
+            "Each case compares the loss, every gradient leaf on two batches (the second one short), the update, the "
+            "optimizer state, the parameters after three steps and the metrics."
         ),
         (
-            "once for each mesh also evaluation, and the state through a checkpoint onto one device. Errors are "
-            "relative 2-norms, the worst of all cases."
+            "Once for each mesh it also compares an evaluation, and the state restored from a checkpoint on one device."
+            " Errors are relative 2-norms, the maximum of all cases."
         ),
         "",
         "| config | meshes | cases | equal | gradient | tolerance | parameters | loss | date |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, sweeps in found["configs"].items():
+    for name, sweeps in results["configs"].items():
         for title, s in sweeps.items():
             errors = [f"{s['worst'][q]['error']:.1e}" for q in ("gradient", "parameter", "loss")]
             lines.append(
                 f"| {name} | {s['num_meshes']} of {title} | {s['num_cases']} | {s['num_equal']} | {errors[0]} | "
                 f"{s['tolerances']['gradient']:.1e} | {errors[1]} | {errors[2]} | {s['date']} |"
             )
-    lines += ["", "## Not legal, and so not run", ""]
-    for name, sweeps in found["configs"].items():
+    lines += ["", "## Illegal cases, not run", ""]
+    for name, sweeps in results["configs"].items():
         for title, s in sweeps.items():
             lines += [f"- {name}, {title}: {count} cases: {reason}" for reason, count in s["not_legal"].items()]
-    names = list(found["configs"])
-    first = {name: next(iter(sweeps.values())) for name, sweeps in found["configs"].items()}
+    names = list(results["configs"])
+    first = {name: next(iter(sweeps.values())) for name, sweeps in results["configs"].items()}
     dates = sorted({s.get("mutants_date", s["date"]) for s in first.values()})
     lines += [
         "",
         "## Mutants",
         "",
         (
-            f"Tried on {', '.join(dates)}. Why one is not applicable is said as the program says it today, which a "
-            "test compares. `-`: not tried in this run; every one is caught in "
-            "`tests/verify/test_verify_mutants.py`, and on forty tasks where it has a place "
-            "([mutants.md](mutants.md))."
+            f"Tried on {', '.join(dates)}. A test compares the reasons of inapplicable mutants with the messages of "
+            "the program. `-`: not tried in this run. `tests/verify/test_verify_mutants.py` catches every mutant. "
+            "[mutants.md](mutants.md) has the results of forty tasks."
         ),
         "",
     ]
@@ -137,36 +135,36 @@ def page(found):
 
 
 def of_mutant(sweep, name):
-    """Returns a cell of the table of mutants: what has caught it, or why it cannot act."""
+    """Returns a cell of the table of mutants: the check that caught it, or why it is not applicable."""
     if reason := sweep["not_applicable"].get(name):
         return f"not applicable: {reason}"
     return sweep["mutants"].get(name, "-")
 
 
-def write(found):
-    found["configs"] = dict(sorted(found["configs"].items()))
-    SUMMARY.write_text(json.dumps(found, indent=1) + "\n")
-    PAGE.write_text(page(found))
+def write(results):
+    results["configs"] = dict(sorted(results["configs"].items()))
+    SUMMARY.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(page(results))
 
 
 def main(names):
     import jax
 
-    found = json.loads(SUMMARY.read_text()) if SUMMARY.exists() else {"configs": {}}
-    found |= {"machine": f"{os.cpu_count()} CPU cores, {platform.machine()}", "jax": jax.__version__}
-    asked = [name.partition("/") for name in names or sorted(path.stem for path in CONFIGS.glob("*.yaml"))]
-    for name, _, devices in asked:
-        of_config = found["configs"].setdefault(name, {})
+    results = json.loads(SUMMARY.read_text()) if SUMMARY.exists() else {"configs": {}}
+    results |= {"machine": f"{os.cpu_count()} CPU cores, {platform.machine()}", "jax": jax.__version__}
+    requested = [name.partition("/") for name in names or sorted(path.stem for path in CONFIGS.glob("*.yaml"))]
+    for name, _, devices in requested:
+        of_config = results["configs"].setdefault(name, {})
         if devices == "mutants":
-            resume = str(KEPT / f"{name}-mutants.jsonl")
-            alone = report_of(name, "--devices", "8", "--microbatches", "1", "--resume", resume)
-            of_config[SWEEPS["8"][0]] |= mutants(alone)
-            write(found)
+            resume = str(CASES / f"{name}-mutants.jsonl")
+            report = report_of(name, "--devices", "8", "--microbatches", "1", "--resume", resume)
+            of_config[SWEEPS["8"][0]] |= mutants(report)
+            write(results)
             continue
         for title, options in [SWEEPS[devices]] if devices else SWEEPS.values():
             of_config[title] = summary(sweep(name, title, options))
-            write(found)
-    failed = [name for name, sweeps in found["configs"].items() if not all(s["passed"] for s in sweeps.values())]
+            write(results)
+    failed = [name for name, sweeps in results["configs"].items() if not all(s["passed"] for s in sweeps.values())]
     print(f"{PAGE.relative_to(ROOT)} is written; {', '.join(failed) or 'nothing'} failed", file=sys.stderr)
     return 1 if failed else 0
 

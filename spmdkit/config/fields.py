@@ -1,8 +1,8 @@
 """The types of config fields, with their ranges and JSON schemas.
 
 Types are strict: `"10"` is not a number, `true` is not 1, `64.0` is not an integer. For plain types the rule is in
-pydantic's words ("should be a valid integer", "should be greater than 0"). A custom validator raises `Wants` with a
-custom text. wording.py adds the position, the value and the repair.
+pydantic's words ("should be a valid integer", "should be greater than 0"). A custom validator raises `InvalidValue`
+with a custom text. wording.py adds the position, the value and the repair.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spmdkit.foundation.constants import AXES, MAX_FAKE_DEVICES, fake_devices
 INT32_MAX = 2**31 - 1
 
 
-class Wants(ValueError):
+class InvalidValue(ValueError):
     """A rejected value of a field: the rule, a valid value (in YAML), and the names for a suggestion."""
 
     def __init__(self, phrase: str, example: str = "", options: Sequence[str] = ()):
@@ -56,15 +56,16 @@ class Section(BaseModel):
     )
 
 
-def wants(phrase: str, example: str = "", options: Sequence[str] = ()) -> WrapValidator:
-    """Returns the validator of a union: it raises an inner validator's `Wants`, or one for all errors of pydantic."""
+def expects(phrase: str, example: str = "", options: Sequence[str] = ()) -> WrapValidator:
+    """Returns the validator of a union: it raises an inner validator's `InvalidValue`, or one for all errors of
+    pydantic."""
 
     def check(value: Any, handler: Any) -> Any:
         try:
             return handler(value)
         except ValidationError as error:
             inner = [e.get("ctx", {}).get("error") for e in error.errors(include_url=False)]
-            found = next((e for e in inner if isinstance(e, Wants)), Wants(phrase, example, options))
+            found = next((e for e in inner if isinstance(e, InvalidValue)), InvalidValue(phrase, example, options))
             found.example = found.example or example
             raise found from None
 
@@ -77,29 +78,29 @@ def choice(value: Any, names: Sequence[str], also: str = "") -> str:
     if isinstance(value, str) and value in names:
         return value
     listed = [*names, also] if also else list(names)
-    raise Wants(f"{', '.join(listed[:-1])} or {listed[-1]}", names[0], names)
+    raise InvalidValue(f"{', '.join(listed[:-1])} or {listed[-1]}", names[0], names)
 
 
 def _axis_size(value: int) -> int:
     if value == 0 or value < -1:
-        raise Wants("at least 1, or -1 to fill with the remaining devices", "-1")
+        raise InvalidValue("at least 1, or -1 to fill with the remaining devices", "-1")
     return value
 
 
 def _file_name(value: str) -> str:
     if value.startswith("~"):
-        raise Wants("an expanded path: `~` is not expanded here", "/home/me/runs/first")
+        raise InvalidValue("an expanded path: `~` is not expanded here", "/home/me/runs/first")
     parts = [part.encode("utf-8", "replace") for part in value.split("/")]
     if not value.strip() or len(value) > 4000 or any(len(part) > 255 for part in parts):
-        raise Wants("a path that is not empty, with at most 255 bytes in each part", "runs/first")
+        raise InvalidValue("a path that is not empty, with at most 255 bytes in each part", "runs/first")
     if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
-        raise Wants("a path without control characters (NUL, newline, tab) or lone surrogates", "runs/first")
+        raise InvalidValue("a path without control characters (NUL, newline, tab) or lone surrogates", "runs/first")
     return value
 
 
 def _bucket(value: str) -> str:
     if not re.fullmatch(r"(gs|s3)://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[\w.=+@-]+)+/?", value, re.ASCII):
-        raise Wants(
+        raise InvalidValue(
             "a folder in an object store: gs:// or s3://, a bucket name of at least three characters, and a folder "
             "in it (run_dir is a local folder)",
             "gs://my-bucket/runs/first",
@@ -111,31 +112,31 @@ def _pattern(value: str) -> str:
     try:
         re.compile(value)
     except (re.error, OverflowError, RecursionError) as error:
-        raise Wants(f"a regular expression ({error})") from None
+        raise InvalidValue(f"a regular expression ({error})") from None
     return value
 
 
 def _distinct(value: list[Any]) -> list[Any]:
     if len(set(value)) != len(value):
-        raise Wants("a list that names each only once")
+        raise InvalidValue("a list that names each only once")
     return value
 
 
 def _ascending(value: list[int]) -> list[int]:
     if value[0] > value[1]:
-        raise Wants("a pair [first, last] in this order")
+        raise InvalidValue("a pair [first, last] in this order")
     return value
 
 
 def _fake_cpus(value: str) -> str:
     if (count := fake_devices(value)) is None:
-        raise Wants(f"cpu:N with N from 1 to {MAX_FAKE_DEVICES}", "cpu:8")
+        raise InvalidValue(f"cpu:N with N from 1 to {MAX_FAKE_DEVICES}", "cpu:8")
     return f"cpu:{count}"
 
 
 def _no_float16(value: Any) -> Any:
     if value == "float16":
-        raise Wants(
+        raise InvalidValue(
             "bfloat16, which has float32's range: float16 needs loss scaling, which is not supported", "bfloat16"
         )
     return value
@@ -147,7 +148,7 @@ def _environments() -> list[str]:
 
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 CountOrAuto = Annotated[
-    Count | Literal["auto"], wants(f"a whole number from 1 to {INT32_MAX}, or auto", "1", ("auto",))
+    Count | Literal["auto"], expects(f"a whole number from 1 to {INT32_MAX}, or auto", "1", ("auto",))
 ]
 Index = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
@@ -176,14 +177,14 @@ Devices = Annotated[
     Literal["auto"]
     | Annotated[str, Field(pattern="^cpu:"), AfterValidator(_fake_cpus)]
     | Annotated[list[Index], Field(min_length=1), AfterValidator(_distinct)],
-    wants("auto, cpu:N or a list of local device indices", "cpu:8", ("auto", "cpu:8")),
+    expects("auto, cpu:N or a list of local device indices", "cpu:8", ("auto", "cpu:8")),
 ]
 
 Dims = Annotated[tuple[Name, ...], Field(strict=False, min_length=1)]
 LayoutRule = Annotated[
     tuple[Pattern, Annotated[tuple[Name | Dims | None, ...], Field(strict=False)]],
     Field(strict=False),
-    wants(
+    expects(
         "a pair [regular expression over paths of parameters, [a name, a list of names or null for each dim]]",
         '[["blocks/.*/kernel", ["embed", "mlp"]]]',
     ),
@@ -193,11 +194,11 @@ LayoutRule = Annotated[
 Axis = Literal["replica", "data", "pipeline", "fsdp", "expert", "context", "tensor"]
 MeshAxes = Annotated[
     Axis | Annotated[list[Axis], Field(min_length=1), AfterValidator(_distinct)] | None,
-    wants(f"a mesh axis ({', '.join(AXES)}), a list of them, or null for: not sharded", "fsdp", AXES),
+    expects(f"a mesh axis ({', '.join(AXES)}), a list of them, or null for: not sharded", "fsdp", AXES),
 ]
 NamedChoice = Annotated[
     str | Annotated[dict[str, Any], Field(min_length=1, max_length=1)],
-    wants("a name, or a mapping of one name to its options"),
+    expects("a name, or a mapping of one name to its options"),
 ]
 
 _NAMED = {
@@ -208,18 +209,18 @@ _NAMED = {
 Optimizer = Annotated[dict[str, Any], WithJsonSchema(_NAMED), Field(examples=["{name: adamw}"])]
 LearningRate = Annotated[
     Annotated[float, Field(ge=0, lt=1e30)] | Annotated[dict[str, Any], WithJsonSchema(_NAMED)],
-    wants("a number of at least 0, or a mapping {name: <optax schedule>, ...}", "1e-3"),
+    expects("a number of at least 0, or a mapping {name: <optax schedule>, ...}", "1e-3"),
 ]
 CompilerOptions = Annotated[
     dict[Name, bool | int | float | str | None],
-    wants(
+    expects(
         "a mapping of XLA option names to numbers, text, true, false or null",
         "{xla_tpu_scoped_vmem_limit_kib: 65536}",
     ),
 ]
 Inputs = Annotated[
     Literal["compute", "given"] | Annotated[list[Pattern], Field(min_length=1)],
-    wants(
+    expects(
         "compute, given or a list of regular expressions, each of a whole path of an array in a batch",
         "[image]",
         ("compute", "given"),
@@ -227,7 +228,7 @@ Inputs = Annotated[
 ]
 Batches = Annotated[
     Count | Annotated[list[Count], Field(strict=False, min_length=2, max_length=2), AfterValidator(_ascending)],
-    wants("the number of a batch, from 1 on, or a pair [first, last]", "[12, [40, 44]]"),
+    expects("the number of a batch, from 1 on, or a pair [first, last]", "[12, [40, 44]]"),
 ]
 Policy = Literal["stop", "skip", "rollback", "continue"]
 

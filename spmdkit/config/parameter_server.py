@@ -27,7 +27,7 @@ class PartitionRules(Section):
 
 Partition = Annotated[
     Literal["greedy", "round_robin"] | PartitionRules,
-    fields.wants(
+    fields.expects(
         "greedy, round_robin or {rules: [[path pattern, server], ...]}, pairs of a regular expression over paths of "
         "parameters and the number of a server from 0",
         '{rules: [["embed/.*", 0]]}',

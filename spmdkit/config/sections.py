@@ -139,7 +139,7 @@ class Data(Section):
     skip_batches: list[fields.Batches] = Field(default_factory=list)
     """Batches to skip, by number or as [first, last]; numbered from 1 over all epochs, as if none were skipped."""
 
-    def left_out(self) -> list[tuple[int, int]]:
+    def skipped_ranges(self) -> list[tuple[int, int]]:
         """Returns `skip_batches` as (first, last)."""
         return [(x, x) if isinstance(x, int) else (x[0], x[1]) for x in self.skip_batches]
 

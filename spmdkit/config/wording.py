@@ -1,8 +1,8 @@
 """Converts pydantic's errors to problems: the rule, the value, the smallest repair.
 
-The rule is a sentence of pydantic ("should be greater than or equal to 1") or of a custom validator (`fields.Wants`).
-This module adds the key, the value as in YAML, and the repair: the nearest name, a bound, the default, or an example of
-the field.
+The rule is a sentence of pydantic ("should be greater than or equal to 1") or of a custom validator
+(`fields.InvalidValue`). This module adds the key, the value as in YAML, and the repair: the nearest name, a bound, the
+default, or an example of the field.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from spmdkit.config.fields import Wants
+from spmdkit.config.fields import InvalidValue
 from spmdkit.config.problems import KeyPath, Problem, dotted, show
 from spmdkit.foundation.formatting import nearest
 
@@ -64,10 +64,10 @@ def _unknown_key(model: type[BaseModel], section: type[BaseModel], path: KeyPath
 def _repair(path: KeyPath, info: FieldInfo | None, error: Mapping[str, Any]) -> str:
     key = next((str(p) for p in reversed(path) if isinstance(p, str)), "")
     context, value = error.get("ctx", {}), error["input"]
-    wants = context.get("error")
+    expects = context.get("error")
     options: Sequence[str] = re.findall(r"'([^']*)'", str(context.get("expected", "")))
-    if isinstance(wants, Wants):
-        options = wants.options
+    if isinstance(expects, InvalidValue):
+        options = expects.options
     if isinstance(value, str) and (hint := nearest(value, options)):
         return hint.strip()
     if value is False and "off" in options:  # YAML 1.1 reads off as false
@@ -79,7 +79,7 @@ def _repair(path: KeyPath, info: FieldInfo | None, error: Mapping[str, Any]) -> 
         return f"Write {key}: '{json.dumps(value)[:40]}', in quotes."
     if error["type"] == "model_type":
         return f"Put its keys below {key}:, indented, or remove it."
-    example = wants.example if isinstance(wants, Wants) else context.get("ge", context.get("le"))
+    example = expects.example if isinstance(expects, InvalidValue) else context.get("ge", context.get("le"))
     if example in (None, "") and info is not None and not isinstance(path[-1], int):
         example = _example(info)
     return f"Try {key}: {example}." if example not in (None, "") else f"Correct or remove {key}."

@@ -259,5 +259,5 @@ def read_step(
         raise type(error)(f"the batch of step {step} could not be read: {error}") from error.__cause__
     if schedule.always_full:
         return examples, None
-    left_out = source.skipped(indices, schedule.number(step))
-    return examples, mask if left_out is None else mask & ~left_out
+    is_skipped = source.skipped(indices, schedule.number(step))
+    return examples, mask if is_skipped is None else mask & ~is_skipped

@@ -129,8 +129,8 @@ def bounded(text: str) -> str:
     """Returns a message that fits on a screen. Long messages and long lines are shortened in the middle."""
     lines = [_cut(line) for line in text.splitlines()]
     if len(lines) > MAX_LINES:
-        left_out = len(lines) - MAX_LINES + 1
-        lines = [*lines[: MAX_LINES - 9], f"... {left_out} lines ...", *lines[-8:]]
+        num_hidden = len(lines) - MAX_LINES + 1
+        lines = [*lines[: MAX_LINES - 9], f"... {num_hidden} lines ...", *lines[-8:]]
     return "\n".join(lines)
 
 

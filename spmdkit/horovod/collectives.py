@@ -23,7 +23,7 @@ from spmdkit.communication.reducers.adasum import half_projection
 
 AXIS = "rank"
 MAX_PROGRAMS = 256  # an allgather with other sizes needs another program
-Wants = dict[int, dict[str, Any] | None]
+Requests = dict[int, dict[str, Any] | None]
 
 
 class Wire:
@@ -38,18 +38,18 @@ class Wire:
         self._mesh = compat.auto_mesh(np.array([first[r] for r in ranks]), (AXIS,))
         self._programs = _programs(tuple(ranks))
 
-    def run(self, arrays: list[jax.Array] | None, by_rank: Wants) -> Any:
+    def run(self, arrays: list[jax.Array] | None, by_rank: Requests) -> Any:
         """Returns the result of an operation that all ranks have requested. `arrays` None: this rank has joined and
         contributes zeros."""
-        want = next(want for want in by_rank.values() if want is not None)
+        request = next(request for request in by_rank.values() if request is not None)
         if arrays is None:
-            shapes = zip(want.get("shapes") or (), want.get("dtypes") or (), strict=True)
+            shapes = zip(request.get("shapes") or (), request.get("dtypes") or (), strict=True)
             arrays = [jnp.zeros(shape, dtype) for shape, dtype in shapes]
-        run: Callable[..., Any] = getattr(self, f"_{want['op']}")
-        return run(arrays, want, by_rank)
+        run: Callable[..., Any] = getattr(self, f"_{request['op']}")
+        return run(arrays, request, by_rank)
 
-    def _allreduce(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> list[jax.Array]:
-        how, prescale, postscale = want["reduce"], want["prescale"], want["postscale"]
+    def _allreduce(self, arrays: list[jax.Array], request: dict[str, Any], by_rank: Requests) -> list[jax.Array]:
+        how, prescale, postscale = request["reduce"], request["prescale"], request["postscale"]
         divisor = self._num if how == "Average" else 1
         arrays = [scaled_on_host(x, prescale) for x in arrays]
         key = ("allreduce", how, prescale, postscale)
@@ -60,7 +60,7 @@ class Wire:
 
         return [scaled_on_host(x, postscale, divisor) for x in self._call(key, body, arrays)]
 
-    def _allgather(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> list[jax.Array]:
+    def _allgather(self, arrays: list[jax.Array], request: dict[str, Any], by_rank: Requests) -> list[jax.Array]:
         sizes = [[s["own_shapes"][i][0] for s in by_rank.values() if s is not None] for i in range(len(arrays))]
         missing = [max(each) - x.shape[0] for x, each in zip(arrays, sizes, strict=True)]
         pad: Callable[[jax.Array, int], jax.Array] = lambda x, n: (
@@ -77,8 +77,8 @@ class Wire:
 
         return self._call(("allgather", str(sizes)), body, padded)
 
-    def _broadcast(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> list[jax.Array]:
-        root = self._ranks.index(want["root"])
+    def _broadcast(self, arrays: list[jax.Array], request: dict[str, Any], by_rank: Requests) -> list[jax.Array]:
+        root = self._ranks.index(request["root"])
 
         def body(parts: list[jax.Array]) -> list[jax.Array]:
             bits = [as_bits(x, always=True) for x in parts]
@@ -87,7 +87,9 @@ class Wire:
 
         return self._call(("broadcast", root), body, arrays)
 
-    def _alltoall(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> tuple[jax.Array, jax.Array]:
+    def _alltoall(
+        self, arrays: list[jax.Array], request: dict[str, Any], by_rank: Requests
+    ) -> tuple[jax.Array, jax.Array]:
         splits = np.array([s["splits"] for s in by_rank.values() if s is not None])  # [from, to]
         most, receive = max(1, int(splits.max())), splits[:, self._index]
         blocks = _blocks(arrays[0], splits[self._index], most)
@@ -95,8 +97,8 @@ class Wire:
         valid = np.concatenate([i * most + np.arange(n) for i, n in enumerate(receive)]).astype(np.int32)
         return jnp.take(moved, valid, axis=0), jnp.asarray(receive, jnp.int32)
 
-    def _reducescatter(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> list[jax.Array]:
-        how, prescale, postscale = want["reduce"], want["prescale"], want["postscale"]
+    def _reducescatter(self, arrays: list[jax.Array], request: dict[str, Any], by_rank: Requests) -> list[jax.Array]:
+        how, prescale, postscale = request["reduce"], request["prescale"], request["postscale"]
         divisor = self._num if how == "Average" else 1
         arrays = [scaled_on_host(x, prescale) for x in arrays]
 
@@ -113,7 +115,7 @@ class Wire:
         rows = [shares(x)[self._index] for x in arrays]
         return [scaled_on_host(x[:n], postscale, divisor) for x, n in zip(totals, rows, strict=True)]
 
-    def _barrier(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> None:
+    def _barrier(self, arrays: list[jax.Array], request: dict[str, Any], by_rank: Requests) -> None:
         return None  # the negotiation round is the barrier
 
     _add_process_set = _remove_process_set = _barrier

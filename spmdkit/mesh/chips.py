@@ -1,8 +1,8 @@
 """The table of chips: peak arithmetic, memory, links. A plan computes its time and its memory limit from it.
 
 All figures are per *device*, as JAX counts devices: a TPU 7x chip is two devices, and its figures are half the chip's.
-Rates are for one direction. All rates are peaks; the share that a program reaches is `Chip.reached`, an estimate until
-`spmdkit plan --calibrate` measures it on the machine.
+Rates are for one direction. All rates are peaks; the share that a program reaches is `Chip.efficiency`, an estimate
+until `spmdkit plan --calibrate` measures it on the machine.
 
 Source: TPU: cloud.google.com/tpu/docs, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x (Ironwood)" (compute,
 memory, DCN); jax-ml.github.io/scaling-book, chapters "How to Think About TPUs" (ICI bytes/s of a link, wrap-around of
@@ -40,7 +40,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Reached:
+class Efficiency:
     """The share of the peak that a well-written program reaches: for matrix products, memory and links."""
 
     matmul: float
@@ -61,7 +61,7 @@ class Chip:
         inner: link between devices of a host or slice.
         outer: link between hosts (GPU) or slices (TPU).
         host_link: between a device and its host's memory, for offloaded state.
-        reached: shares of the peaks that a program reaches.
+        efficiency: shares of the peaks that a program reaches.
         devices_per_chip: JAX devices of one chip.
         torus_dims: number of ICI axes; 0 if all devices are equally far from each other.
         devices_per_host: devices that share the inner link of a host (GPU).
@@ -84,7 +84,7 @@ class Chip:
     inner: Link
     outer: Link
     host_link: Link
-    reached: Reached
+    efficiency: Efficiency
     devices_per_chip: int = 1
     torus_dims: int = 0
     devices_per_host: int = 1
@@ -105,7 +105,7 @@ class Chip:
     def memory_s(self, num_bytes: float) -> float:
         """Returns the seconds in which one instruction moves `num_bytes`."""
         cached = num_bytes < self.cache_bytes
-        return num_bytes / ((self.cache_bytes_per_s if cached else self.memory_bytes_per_s) * self.reached.memory)
+        return num_bytes / ((self.cache_bytes_per_s if cached else self.memory_bytes_per_s) * self.efficiency.memory)
 
     def peak(self, dtype: str) -> float:
         """Returns the peak FLOP/s of matrix products of a dtype; that of float32 for an unknown dtype."""
@@ -113,7 +113,7 @@ class Chip:
 
     def products_s(self, by_dtype: Mapping[str, float]) -> float:
         """Returns the seconds of matrix products from dtype -> FLOPs."""
-        return sum(flops / (self.peak(dtype) * self.reached.matmul) for dtype, flops in by_dtype.items())
+        return sum(flops / (self.peak(dtype) * self.efficiency.matmul) for dtype, flops in by_dtype.items())
 
 
 _SLICES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -148,7 +148,7 @@ def _tpu(
         inner=Link("ici", ici, 1e-6),
         outer=Link("dcn", dcn * share, 5e-5),
         host_link=Link("host", pcie * share, 1e-5),
-        reached=Reached(matmul=0.75, memory=0.85, link=0.85),
+        efficiency=Efficiency(matmul=0.75, memory=0.85, link=0.85),
         devices_per_chip=devices_per_chip,
         torus_dims=len(largest),
         topologies=_SLICES_2D if is_2d else _SLICES_3D,
@@ -171,7 +171,7 @@ def _gpu(name: str, device_kinds: tuple[str, ...], memory_bytes: int, memory_byt
         inner=Link("nvlink", 450e9, 3e-6),
         outer=Link("network", 50e9, 1e-5),
         host_link=Link("host", 64e9, 1e-5),
-        reached=Reached(matmul=0.65, memory=0.85, link=0.8),
+        efficiency=Efficiency(matmul=0.65, memory=0.85, link=0.8),
         devices_per_host=8,
         # JAX reserves 75 % of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION sets another share; CUDA itself and NCCL
         # need 1 to 2 GiB.
@@ -203,7 +203,7 @@ CHIPS: Mapping[str, Chip] = {
             inner=Link("cpu", 2e9, 5e-5),
             outer=Link("network", 1e9, 1e-4),
             host_link=Link("memory", 5e9, 1e-6),
-            reached=Reached(1.0, 1.0, 1.0),
+            efficiency=Efficiency(1.0, 1.0, 1.0),
             launch_s=3e-6,
             cache_bytes=2**20,
             cache_bytes_per_s=10e9,

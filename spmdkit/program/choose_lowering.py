@@ -20,7 +20,7 @@ from spmdkit.foundation import plugins
 from spmdkit.foundation.user_code import call_user
 from spmdkit.ops.remat import check_names
 from spmdkit.program import groups, padding_check
-from spmdkit.program.state_layout import laid_out
+from spmdkit.program.state_layout import layout_from_table
 from spmdkit.program.step_context import form_of, names_replicas
 from spmdkit.program.task_step import TaskStep
 from spmdkit.program.unused_settings import check_used
@@ -97,7 +97,7 @@ def _with_state_of(task_step: TaskStep, reducer: Reducer, context: Context) -> t
     state, table = reducer_state.shapes(reducer, gradients, context)
     placed = task_step.state
     abstract = placed.abstract.replace(reducer=state)
-    whole = laid_out([*placed.table, *table], abstract, task_step.mesh, placed.placements)
+    whole = layout_from_table([*placed.table, *table], abstract, task_step.mesh, placed.placements)
     return dataclasses.replace(task_step, state=whole), context
 
 

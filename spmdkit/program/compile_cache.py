@@ -114,7 +114,7 @@ def _digest(key: str, value: bytes) -> bytes:
     return hashlib.blake2b(value, key=hashlib.blake2b(key.encode()).digest()[:64], digest_size=_DIGEST_BYTES).digest()
 
 
-def place(folder: str | Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
+def cache_folder(folder: str | Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
     """Returns (the folder for this kind of machine, its description), or (None, the reason). `folder`: the config's
     parent folder; None: the environment's, or a folder under the user's cache folder."""
     setting = environ.get(COMPILE_CACHE, "")
@@ -196,12 +196,12 @@ class Programs:
 
 
 @contextlib.contextmanager
-def kept(options: Any, base: Path, environ: Mapping[str, str] = os.environ) -> Iterator[Programs]:
+def enable_cache(options: Any, base: Path, environ: Mapping[str, str] = os.environ) -> Iterator[Programs]:
     """Context in which JAX caches compiled programs as set by the config's `compile_cache`. `base`: config folder."""
     if options is None:
         yield Programs(None, "off: compile_cache is null")
         return
-    folder, status = place(base / options.directory if options.directory else None, environ)
+    folder, status = cache_folder(base / options.directory if options.directory else None, environ)
     if folder is not None and compat_cache.has_compilation_cache():
         folder, status = None, "JAX's own, as configured"
     if folder is None:

@@ -20,7 +20,7 @@ MAX_BYTES = 4096
 
 
 @contextlib.contextmanager
-def collected() -> Iterator[list[str]]:
+def capture() -> Iterator[list[str]]:
     """Yields a list that contains, after the block, the lines about rematerialization logged during the block.
 
     If the stream cannot be duplicated (closed, no descriptor), the list stays empty: logging must not fail a run.

@@ -50,7 +50,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
         seed=config.seed,
         shuffle=options.shuffle,
         drop_remainder=options.drop_remainder,
-        skipped=data.merge_ranges(options.left_out()),
+        skipped=data.merge_ranges(options.skipped_ranges()),
         shares=shares,
     )
     feed = functools.partial(Feed, mesh=on, sizes=sizes, prefetch=options.prefetch, threads=options.threads)

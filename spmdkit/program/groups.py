@@ -21,7 +21,7 @@ from spmdkit.foundation.trees import first_difference
 from spmdkit.mesh.layout import LayoutOptions, follow
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.program.init_state import make_optimizer, recorded
-from spmdkit.program.state_layout import StateLayout, laid_out
+from spmdkit.program.state_layout import StateLayout, layout_from_table
 from spmdkit.program.step_context import reducer_of
 from spmdkit.program.task import Task
 from spmdkit.step.groups.groups import GROUPED, Groups, agreement_fn, mean, stack_state
@@ -182,4 +182,4 @@ def place(
     ]
     sync_leaves = follow(sync_state, param_leaves, LayoutOptions(), sizes, "device")
     table += [dataclasses.replace(leaf, path=f"sync/{leaf.path}" if leaf.path else "sync") for leaf in sync_leaves]
-    return laid_out(table, abstract, mesh, placed.placements)
+    return layout_from_table(table, abstract, mesh, placed.placements)

@@ -213,7 +213,7 @@ class Program:
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step `(state, batch) -> (state, metrics, code of the finite check)`. The state is donated."""
-        with compile_log.collected() as self.compile_log:
+        with compile_log.capture() as self.compile_log:
             return self._compile(self.__dict__.pop("lowered", None) or self.traced.lower())
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -412,7 +412,7 @@ class Program:
 
     def skip_batches(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skips batches in addition to those of the config: numbers (first, last), counted as if none were skipped."""
-        skipped = data.merge_ranges([*self.config.data.left_out(), *ranges])
+        skipped = data.merge_ranges([*self.config.data.skipped_ranges(), *ranges])
         self.schedule = self.feed.schedule = dataclasses.replace(self.schedule, skipped=skipped)
 
     def put(self, examples: Any, mask: Any = None) -> Batch:

@@ -96,7 +96,7 @@ def place_state(
         update=in_tree([p.spec for p in full]),
         shapes={path: x.shape for path, x in named_leaves(params)},
     )
-    return laid_out(table, abstract, mesh, placements)
+    return layout_from_table(table, abstract, mesh, placements)
 
 
 def _memory_kind(config: Config, part: str) -> str:
@@ -114,7 +114,7 @@ def _options(config: Config, task_rules: Rules) -> layout.LayoutOptions:
     )
 
 
-def laid_out(
+def layout_from_table(
     table: list[LeafPlacement], abstract: TrainState, mesh: Mesh, placements: trace_context.Placements
 ) -> StateLayout:
     """Returns the layout of `abstract` with the placements of `table`, in flattening order."""

@@ -25,7 +25,7 @@ from spmdkit.foundation.formatting import visible
 from spmdkit.foundation.timeouts import EVALUATOR_POLL_S
 from spmdkit.metrics import read_lines
 from spmdkit.metrics.jsonl import record_line
-from spmdkit.program.compile_cache import kept
+from spmdkit.program.compile_cache import enable_cache
 from spmdkit.program.opening import open_program, task_of
 from spmdkit.program.program import Program
 from spmdkit.program.restore import restored
@@ -56,7 +56,7 @@ def evaluate_each(
             "this process is an evaluator, and checkpoint is null: there will be nothing to evaluate. Set checkpoint: "
             "{every_steps: 100}, or start no evaluator."
         )
-    with kept(config.compile_cache, config.folder):
+    with enable_cache(config.compile_cache, config.folder):
         return _follow(config, spec, task, sleep, say)
 
 

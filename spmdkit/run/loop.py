@@ -28,7 +28,7 @@ from spmdkit.foundation.trees import tree_bytes
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.plan.fit_check import check_state, common_limit
 from spmdkit.program import allocator
-from spmdkit.program.compile_cache import Programs, kept
+from spmdkit.program.compile_cache import Programs, enable_cache
 from spmdkit.program.opening import join_processes, open_program, task_of, with_hooks
 from spmdkit.program.program import Program
 from spmdkit.program.restore import restored
@@ -111,7 +111,7 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
     signals.announce = cluster.is_main
     with ExitStack() as stack:
         watchdog = stack.enter_context(watched(config, cluster))
-        cache = stack.enter_context(kept(config.compile_cache, config.folder))
+        cache = stack.enter_context(enable_cache(config.compile_cache, config.folder))
         stack.enter_context(driver.session(cluster, watchdog, signals))
         unsaved = stack.enter_context(ExitStack())
         unsaved.enter_context(signals.raise_on_signal(report_and_exit))
@@ -254,7 +254,7 @@ def evaluate(
     Raises:
         CheckpointError: it does not exist, is damaged, or is of a different model.
     """
-    with watched(config, cluster), kept(config.compile_cache, config.folder):
+    with watched(config, cluster), enable_cache(config.compile_cache, config.folder):
         with phase.during("import"):
             consistency.same_start(cluster, config)
             program = open_on_all_processes(config, cluster, task)

@@ -235,7 +235,7 @@ class Run:
         """Sets the run to the step of a checkpoint, and restores the schedule and the hooks."""
         on_disk = skipped_batches.read_for_all(self.directory, self.cluster)
         skipped_batches.take(self.program, on_disk, found.step, found.record)
-        self.program.skipped_rows[0].restore(found.record.get("left_out_rows", []))
+        self.program.skipped_rows[0].restore(found.record.get("skipped_rows", []))
         for name in self.hook_runner.restore(found.record.get("hooks", {})):
             self.events.write("hook_removed", step=found.step, hook=name)
         self.step = found.step
@@ -331,7 +331,7 @@ class Run:
             "hooks": self.hook_runner.state(),
             "reset": list(self.reset),
             "skipped_batches": [list(pair) for pair in self.program.schedule.skipped],
-            "left_out_rows": skipped_batches.left_out_rows(self.config, self.cluster, self.program),
+            "skipped_rows": skipped_batches.skipped_rows_record(self.config, self.cluster, self.program),
             **self._extra_record,
             **ended,
         }

@@ -122,7 +122,7 @@ def _compile_cache(config: Config | None) -> str:
     if config is not None and options is None:
         return "off (compile_cache: null)"
     configured = config.folder / options.directory if config and options and options.directory else None
-    folder, description = compile_cache.place(configured, os.environ)
+    folder, description = compile_cache.cache_folder(configured, os.environ)
     if folder is None:
         return description
     sizes = [path.stat().st_size for path in folder.glob(f"*{compile_cache.SUFFIX}")]

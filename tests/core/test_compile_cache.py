@@ -14,7 +14,7 @@ from spmdkit.compat import cache as compat_cache
 from spmdkit.plan.machine.calibrate import with_measured
 from spmdkit.plan.machine.target import target_of
 from spmdkit.program import compile_cache
-from spmdkit.program.compile_cache import SUFFIX, Executables, kept, machine, place
+from spmdkit.program.compile_cache import SUFFIX, Executables, cache_folder, enable_cache, machine
 
 pytestmark = pytest.mark.compiles
 OPTIONS = SimpleNamespace(directory=None, min_s=0.0, max_bytes=2**30)
@@ -65,11 +65,13 @@ def test_a_disk_that_takes_nothing_is_no_error(store, monkeypatch):
 
 
 def test_the_folder_is_private_and_per_machine(tmp_path):
-    folder, said = place(None, {"XDG_CACHE_HOME": str(tmp_path)})
+    folder, said = cache_folder(None, {"XDG_CACHE_HOME": str(tmp_path)})
     assert folder == tmp_path / "spmdkit" / "compile" / machine() and said == str(folder)
     assert [p.stat().st_mode & 0o777 for p in (folder, folder.parent)] == [0o700, 0o700]
-    assert place(None, {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "c")})[0].parent == tmp_path / "c"
-    assert place(tmp_path / "named", {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "c")})[0].parent == tmp_path / "named"
+    assert cache_folder(None, {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "c")})[0].parent == tmp_path / "c"
+    assert (
+        cache_folder(tmp_path / "named", {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "c")})[0].parent == tmp_path / "named"
+    )
 
 
 @pytest.mark.parametrize("home", ["/proc/missing", "/dev/null", "", None])
@@ -82,7 +84,7 @@ def test_a_missing_home_directory_is_no_error(home, monkeypatch):
         monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
     else:
         monkeypatch.setenv("HOME", home)
-    folder, said = place(None, {})
+    folder, said = cache_folder(None, {})
     assert folder is None and "cannot be created" in said and "compile_cache.directory" in said
     here = target_of(jax.devices())
     assert with_measured(here) == (here, 0.0)
@@ -91,18 +93,18 @@ def test_a_missing_home_directory_is_no_error(home, monkeypatch):
 @pytest.mark.parametrize("mode", [0o755, 0o770])
 def test_a_folder_open_to_others_is_rejected(tmp_path, mode):
     tmp_path.chmod(mode)
-    folder, said = place(tmp_path, {})
+    folder, said = cache_folder(tmp_path, {})
     assert folder is None and f"mode {mode:o}" in said and "chmod 700" in said
 
 
 def test_links_foreign_folders_and_files_are_rejected(tmp_path, monkeypatch):
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert "is not a directory" in place(tmp_path / "link", {})[1]
+    assert "is not a directory" in cache_folder(tmp_path / "link", {})[1]
     (tmp_path / "file").write_text("")
-    assert "cannot be created" in place(tmp_path / "file", {})[1]
+    assert "cannot be created" in cache_folder(tmp_path / "file", {})[1]
     monkeypatch.setattr(os, "getuid", lambda: 4711)
-    assert "belongs to user" in place(tmp_path / "real", {})[1]
+    assert "belongs to user" in cache_folder(tmp_path / "real", {})[1]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_links_foreign_folders_and_files_are_rejected(tmp_path, monkeypatch):
     ],
 )
 def test_it_is_switched_off_by_the_environment(environ, said):
-    assert place(None, environ) == (None, said)
+    assert cache_folder(None, environ) == (None, said)
 
 
 def test_cpu_cores_and_jaxlib_identify_a_machine(monkeypatch):
@@ -134,7 +136,7 @@ def test_cpu_cores_and_jaxlib_identify_a_machine(monkeypatch):
 def compiled(x, options=OPTIONS, **environ):
     """Returns what a cache in the environment's folder says of one program, compiled anew."""
     jax.clear_caches()
-    with kept(options, Path("/"), environ) as cache:
+    with enable_cache(options, Path("/"), environ) as cache:
         jax.jit(lambda x: jnp.tanh(x) * 3, keep_unused=True).lower(x).compile()
     return cache
 
@@ -160,7 +162,7 @@ def test_a_cached_program_calls_its_own_callback(tmp_path):
     called, x = [], jnp.float32(3)
     for who in ("first", "again"):
         jax.clear_caches()
-        with kept(OPTIONS, Path("/"), {"SPMDKIT_COMPILE_CACHE": str(tmp_path)}) as cache:
+        with enable_cache(OPTIONS, Path("/"), {"SPMDKIT_COMPILE_CACHE": str(tmp_path)}) as cache:
             jax.jit(lambda x, who=who: jax.debug.callback(lambda y: called.append((who, float(y))), x))(x)
             jax.effects_barrier()
     assert called == [("first", 3.0), ("again", 3.0)]
@@ -172,11 +174,11 @@ def test_a_cached_program_calls_its_own_callback(tmp_path):
 def test_a_cache_configured_in_jax_stays(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
     try:
-        with kept(OPTIONS, tmp_path, {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "ours")}) as cache:
+        with enable_cache(OPTIONS, tmp_path, {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "ours")}) as cache:
             assert cache.store is None and cache.description.startswith("JAX's own") and not cache.is_refused
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
-    with kept(None, tmp_path, {}) as cache:
+    with enable_cache(None, tmp_path, {}) as cache:
         assert cache.description == "off: compile_cache is null" and cache.programs() == {"cache": cache.description}
 
 

@@ -131,7 +131,7 @@ def test_rematerialization_with_and_without_the_log(capfd):
     program.compiled  # noqa: B018
     program.compile_log.clear()
     assert "full-rematerialization" in {f.code for f in read_program(program).findings}
-    with compile_log.collected() as lines:
+    with compile_log.capture() as lines:
         os.write(2, line.encode() + b"\n")
     program.compile_log.extend(lines)
     (found,) = (f for f in read_program(program).findings if "involuntary" in f.message)

@@ -147,7 +147,7 @@ def test_skipped_rows_are_repeated_after_a_restart(tmp_path):
     with pytest.raises(sk.errors.Preempted):
         train(tmp_path, Rows(BAD, OSError("bad"), times=1), sk.Hook("stop", after_step=stop), **options)
     record = checkpoint.Checkpoints(tmp_path / "run" / "checkpoints", is_main=False).read_record(6)
-    assert record["left_out_rows"] == [[7, BAD]], "read ahead, and so known before its step"
+    assert record["skipped_rows"] == [[7, BAD]], "read ahead, and so known before its step"
     train(tmp_path, Rows(), **options)
     assert losses(tmp_path) == losses(tmp_path, "whole")
 

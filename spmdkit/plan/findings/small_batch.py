@@ -34,7 +34,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     for c in step.bill.rows:
         if c.counted and c.cause in OF_DATA_PARALLELISM and set(c.axes) <= set(BATCH_AXES):
             way = link_path_of(target, devices, c)
-            sending += c.bytes_at_least / (way.bytes_per_s * way.reached)
+            sending += c.bytes_at_least / (way.bytes_per_s * way.efficiency)
             largest = largest if largest and largest.bytes_at_least >= c.bytes_at_least else c
     if not computing or largest is None or sending < FACTOR * computing or sending < 1e-3:
         return

@@ -37,7 +37,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.files import user_cache, write_json
-from spmdkit.mesh.chips import Reached
+from spmdkit.mesh.chips import Efficiency
 from spmdkit.plan.machine.links import hops
 from spmdkit.plan.machine.target import Target
 
@@ -91,11 +91,11 @@ def with_measured(target: Target) -> tuple[Target, float]:
     rates = known[f"{kind} {nearest}"]
     # Fake devices share one machine: the sum of their rates is constant.
     share = nearest / target.num_devices if chip.kind == "cpu" else 1.0
-    inner, link_reached = chip.inner, chip.reached.link
+    inner, link_efficiency = chip.inner, chip.efficiency.link
     if rates["link_bytes_per_s"] is not None:
         link_bytes_per_s = rates["link_bytes_per_s"] * share
         inner = replace(inner, bytes_per_s=link_bytes_per_s, latency_s=rates["link_latency_s"])
-        link_reached = 1.0
+        link_efficiency = 1.0
     chip = replace(
         chip,
         flops_per_s={**chip.flops_per_s, **{dtype: rate * share for dtype, rate in rates["flops_per_s"].items()}},
@@ -103,7 +103,7 @@ def with_measured(target: Target) -> tuple[Target, float]:
         inner=inner,
         launch_s=rates["launch_s"] / share,
         cache_bytes_per_s=rates["cache_bytes_per_s"] * share,
-        reached=Reached(1.0, 1.0, link_reached),  # measured rates are reached in full
+        efficiency=Efficiency(1.0, 1.0, link_efficiency),  # measured rates are reached in full
     )
     return replace(target, chip=chip, calibrated=rates["date"]), float(rates["call_s"])
 

@@ -36,20 +36,20 @@ class LinkPath:
     Attributes:
         link: name of the slowest link that a byte crosses: `ici`, `dcn`, `nvlink`, `network`, `cpu`, `on chip`.
         bytes_per_s: peak send rate of one device.
-        reached: share of the peak that is reached.
+        efficiency: share of the peak that is reached.
         latency_s: of one hop.
         crosses: whether the group spans several hosts (GPU) or slices (TPU).
     """
 
     link: str
     bytes_per_s: float
-    reached: float
+    efficiency: float
     latency_s: float
     crosses: bool = False
 
     def seconds(self, num_bytes: float, op: str, group_size: int, runs: int = 1) -> float:
         """Returns the time of a collective from the bytes that one device sends (all `runs` together)."""
-        return num_bytes / (self.bytes_per_s * self.reached) + runs * hops(op, group_size) * self.latency_s
+        return num_bytes / (self.bytes_per_s * self.efficiency) + runs * hops(op, group_size) * self.latency_s
 
 
 def hops(op: str, group_size: int) -> int:
@@ -78,9 +78,9 @@ def _hosts(target: Target, group: Sequence[int]) -> LinkPath:
     chip = target.chip
     per_host = Counter(place // chip.devices_per_host for place in group)
     if len(per_host) == 1 or chip.kind == "cpu":
-        return LinkPath(chip.inner.name, chip.inner.bytes_per_s, chip.reached.link, chip.inner.latency_s)
+        return LinkPath(chip.inner.name, chip.inner.bytes_per_s, chip.efficiency.link, chip.inner.latency_s)
     rate = min(chip.inner.bytes_per_s, chip.outer.bytes_per_s * min(per_host.values()))
-    return LinkPath(chip.outer.name, rate, chip.reached.link, chip.outer.latency_s, crosses=True)
+    return LinkPath(chip.outer.name, rate, chip.efficiency.link, chip.outer.latency_s, crosses=True)
 
 
 def _torus(target: Target, members: Sequence[Any]) -> LinkPath:
@@ -89,7 +89,7 @@ def _torus(target: Target, members: Sequence[Any]) -> LinkPath:
     if len(slices) > 1:
         rate = chip.outer.bytes_per_s * min(slices.values())
         fastest = 2 * chip.torus_dims * chip.inner.bytes_per_s
-        return LinkPath(chip.outer.name, min(rate, fastest), chip.reached.link, chip.outer.latency_s, crosses=True)
+        return LinkPath(chip.outer.name, min(rate, fastest), chip.efficiency.link, chip.outer.latency_s, crosses=True)
     rate = 0.0
     for axis in range(chip.torus_dims):
         num = len({device.coords[axis] for device in members})
@@ -98,5 +98,5 @@ def _torus(target: Target, members: Sequence[Any]) -> LinkPath:
             is_ring = num == length and length % chip.wraps_at == 0
             rate += chip.inner.bytes_per_s * (2 if is_ring else 1)
     if not rate:  # the two devices of one chip
-        return LinkPath("on chip", chip.memory_bytes_per_s, chip.reached.memory, chip.inner.latency_s / 10)
-    return LinkPath(chip.inner.name, rate, chip.reached.link, chip.inner.latency_s)
+        return LinkPath("on chip", chip.memory_bytes_per_s, chip.efficiency.memory, chip.inner.latency_s / 10)
+    return LinkPath(chip.inner.name, rate, chip.efficiency.link, chip.inner.latency_s)

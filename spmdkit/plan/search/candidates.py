@@ -177,7 +177,7 @@ def _work(program: Program, target: Target) -> Mapping[str, float]:
     over_replicas = _over(target, program, REPLICA_AXES, bytes_sent.get("replica x data", 0))
     return {
         "arithmetic": chip.products_s(by_dtype) / program.mesh.devices.size,
-        "memory": 3 * state / (chip.memory_bytes_per_s * chip.reached.memory),
+        "memory": 3 * state / (chip.memory_bytes_per_s * chip.efficiency.memory),
         "fixed wire": over_replicas + _over(target, program, ("tensor",), _tensor_bytes(program)),
         "gathers": _over(target, program, ("fsdp",), bytes_sent.get("fsdp", 0)),
     }

@@ -61,7 +61,7 @@ def take(program: Program, on_disk: Ranges, step: int, record: Mapping[str, Any]
     saved = saved_in(record)
     last = as_saved(program.schedule, record).number(step)
     skipped = {n for a, b in saved for n in range(a, min(b, last) + 1)}
-    requested = data.merge_ranges(program.config.data.left_out())
+    requested = data.merge_ranges(program.config.data.skipped_ranges())
     late = next((n for a, b in requested for n in range(a, min(b, last) + 1) if n not in skipped), None)
     if late is not None:
         raise ConfigError(
@@ -94,7 +94,7 @@ def saved_in(record: Mapping[str, Any]) -> Ranges:
     return data.merge_ranges((int(first), int(last)) for first, last in record.get("skipped_batches", []))
 
 
-def left_out_rows(config: Config, cluster: Cluster, program: Program) -> list[list[int]]:
+def skipped_rows_record(config: Config, cluster: Cluster, program: Program) -> list[list[int]]:
     """Returns [batch, row] of the rows skipped by any process, on process 0: a restarted run skips the same rows. All
     processes call it at each save."""
     mine = program.skipped_rows[0].positions()

@@ -20,7 +20,7 @@ from spmdkit.foundation.formatting import columns, format_bytes, format_seconds,
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.report.communication import communication_page
 from spmdkit.program import allocator
-from spmdkit.program.compile_cache import kept
+from spmdkit.program.compile_cache import enable_cache
 from spmdkit.tools.bench import figures, plot
 from spmdkit.tools.bench.interleaved import Trained, in_turns
 from spmdkit.tools.bench.programs import Opened, Opener, side_by_side
@@ -65,7 +65,7 @@ def run_communication(config: Config, cluster: Cluster, options: ComparisonOptio
     if steps < 1 or options.seeds < 1:
         raise ConfigError(f"--steps {steps} --seeds {options.seeds}: both are at least 1. Try --steps 200 --seeds 1.")
     out = _folder(config, options) if cluster.is_main else None
-    with kept(config.compile_cache, config.folder):
+    with enable_cache(config.compile_cache, config.folder):
         result = compare(config, cluster, rows, steps, options.seeds, keeps_memory)
     beyond = figures.above(result["rows"], options.within)
     result |= {"within": options.within, "above": beyond}
