@@ -28,7 +28,7 @@ from spmdkit.step import rng, trace_context
 from spmdkit.step.checks.return_values import checked_loss
 from spmdkit.step.dataflow.analysis import Usage
 from spmdkit.step.gradient import evaluate, evaluation_usages
-from spmdkit.step.metrics.base import Metric, empty_parts, merge_trees
+from spmdkit.step.metrics.base import Metric, add_on_host, empty_parts, merge_next_batch
 from spmdkit.step.metrics.mean import Mean
 from spmdkit.step.model_state import agreement
 from spmdkit.step.state import TrainState
@@ -76,7 +76,7 @@ class Evaluator:
             with trace_context.tracing(inner), trace_context.bound_replicas(inner):
                 key = rng.evaluation_key(seed) if needs_key else None
                 sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key, number)
-            return number + 1, sums if before is None else merge_trees(before, sums)
+            return number + 1, sums if before is None else merge_next_batch(before, sums)
 
         evaluate_batch.__name__ = "evaluate"  # the name in profiles and in XLA's dumps
 
@@ -115,7 +115,9 @@ class Evaluator:
         Raises:
             ConfigError: padding rows of the last batch would count; checked at the first batch of the first call.
         """
-        totals = zeros = jax.device_put(empty_parts(self._totals, np.full), self._whole)
+        empty = empty_parts(self._totals, np.full)
+        carried = zeros = jax.device_put(empty, self._whole)
+        totals = empty[1]
         with self._feed.stream(1, self._feed.schedule.num_batches) as batches:
             while True:
                 with phase.during(phase.EVALUATION, phase.READING):
@@ -126,8 +128,9 @@ class Evaluator:
                     self._check_padding(functools.partial(self._compiled, zeros, state), batch)
                     self._probe = False
                 # Several processes with several CPU devices deadlock with much work in flight. So wait each time.
-                totals = jax.block_until_ready(self._compiled(totals, state, batch))
-        return {name: _value(metric) for name, metric in jax.device_get(totals[1]).items()}
+                carried = self._compiled(carried, state, batch)
+                totals = add_on_host(totals, carried[1])
+        return {name: _value(metric) for name, metric in totals.items()}
 
     def _check_padding(self, run: Callable[[Batch], Any], batch: Batch) -> None:
         def by_kind(batch: Batch) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import spmdkit as sk
@@ -66,6 +67,21 @@ class Difference:
 
     def compute(self):
         return jnp.sqrt(self.squares / self.count.clip(1))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Added:
+    """A class that adds its parts, as most of clu's do."""
+
+    total: jax.Array
+    count: jax.Array
+
+    def merge(self, other):
+        return Added(jnp.add(self.total, other.total), other.count + self.count)
+
+    def compute(self):
+        return self.total
 
 
 @jax.tree_util.register_dataclass
@@ -195,6 +211,36 @@ def test_user_steps_return_metrics_over_all_rows():
         if view == "replica":
             expected |= {"part": rows["weight"].std(), "of_part": rows["weight"].var()}
         assert_same(metrics, by_hand(params, rows) | expected)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 4}, {"fsdp": 4}, {"data": 2, "fsdp": 2}])
+def test_long_evaluation_is_exact(mesh):
+    """More than 2**31 elements in 400 batches: sums in float32 lose units after 2**24, counts in int32 wrap."""
+    weight = (99_991 + 2 * np.arange(3199) % 997).astype(np.float32)
+
+    def eval_fn(params, batch):
+        mask = sk.example_mask()
+        whole = jnp.where(mask, batch["weight"], 0).astype(jnp.int32).sum()
+        ones = jnp.ones_like(batch["weight"])
+        return {
+            "mean": sk.mean(0.1 * ones, weights=batch["weight"]),
+            "sum": sk.sum(batch["weight"]),
+            "largest": sk.max(batch["weight"]),
+            "table": sk.bincount(whole % 1 + jnp.zeros(len(ones), jnp.int32), 1, weights=batch["weight"]),
+            "added": Added(jnp.where(mask, batch["weight"], 0).sum(), whole),
+            "derived": sk.derived(lambda tenfold: tenfold, whole * 10),
+        }
+
+    params = lambda key: jnp.zeros(())
+    loss_fn = lambda params, batch, key: sk.mean(params * batch["weight"])
+    data = {"weight": weight}
+    own = sk.Task(params, loss_fn, optax.sgd(0.1), train_data=data, eval_data=data, eval_fn=eval_fn)
+    program = program_of(own, mesh=mesh, batch_size=8)
+    found, total = program.eval(program.init()), int(weight.sum(dtype=np.float64))
+    assert found["sum"] == found["table"][0] == total and found["largest"] == weight.max()
+    assert found["derived"] == 10 * total > 2**31
+    assert found["added"] == total
+    assert found["mean"] == pytest.approx(np.float32(0.1), rel=1e-7)
 
 
 # ---- by hand

@@ -159,7 +159,7 @@ def bincount(
     """Returns the number of occurrences of each index in this replica's examples: a histogram, a confusion matrix.
 
     `sk.bincount(labels, 10)` is [10], `sk.bincount((labels, predictions), (10, 10))` is [10, 10]. Indices out of range
-    are not counted. Counts are exact up to 2**31 - 1 per index over a full evaluation.
+    are not counted. Counts are exact up to 2**31 - 1 per index and batch, and up to 2**63 - 1 over an evaluation.
 
     Args:
         indices: integers of any shape, or a tuple of such arrays of equal shape: one for each dim. Padding and `where`

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Self = TypeVar("Self", bound="Metric")
 Tree = TypeVar("Tree")
@@ -51,6 +52,32 @@ def merge_trees(own: Tree, other: Tree) -> Tree:
     """Returns the combination of two trees of the same structure: metrics are merged, other leaves added."""
     merged = lambda x, y: x.merge(y) if is_metric(x) else jnp.add(x, y)
     return jax.tree.map(merged, own, other, is_leaf=_is_leaf)  # type: ignore[no-any-return]
+
+
+def is_added(x: Any) -> bool:
+    """Returns whether parts of a metric, or arrays outside of metrics, are combined by addition alone."""
+    return not is_metric(x) or x.crosses == "added"
+
+
+def merge_next_batch(before: Tree, part: Tree) -> Tree:
+    """Returns the metrics of all batches so far; what is added is returned for the new batch alone: `add_on_host`."""
+    merged = lambda x, y: y if is_added(x) else x.merge(y)
+    return jax.tree.map(merged, before, part, is_leaf=_is_leaf)  # type: ignore[no-any-return]
+
+
+def add_on_host(total: Tree, part: Tree) -> Tree:
+    """Returns numpy arrays: the sums that include `part` in 64 bits, and the merged metrics of `part`.
+
+    Sums in float32 drift over thousands of batches: whole numbers are exact up to 2**24 only.
+    """
+    added = lambda x, y: np.add(x, y, dtype=_wide(y.dtype))
+    combined = lambda x, y: jax.tree.map(added, x, y) if is_added(x) else y
+    return jax.tree.map(combined, total, jax.device_get(part), is_leaf=_is_leaf)  # type: ignore[no-any-return]
+
+
+def _wide(dtype: Any) -> Any:
+    kinds = {jnp.floating: "f8", jnp.complexfloating: "c16", jnp.unsignedinteger: "u8", jnp.signedinteger: "i8"}
+    return next((np.dtype(wide) for kind, wide in kinds.items() if jnp.issubdtype(dtype, kind)), dtype)
 
 
 def empty_parts(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
