@@ -193,6 +193,29 @@ def send_no_reduce_scatter() -> None:
     mlir.register_lowering(parallel.reduce_scatter_p, rule, platform="cpu")
 
 
+def lay_out_ffts() -> None:
+    """Lowers an FFT on CPU devices with its operand and result in row-major order. Idempotent.
+
+    XLA's layout assignment chooses other orders for some sharded operands, and its FFT then fails to compile
+    ("fft_thunk.cc: LayoutUtil::IsMonotonicWithDim0Major", jaxlib 0.10.2)."""
+    from jax._src.lax import fft
+    from jax.experimental.layout import Layout, with_layout_constraint
+    from jax.interpreters import mlir
+
+    def row_major(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))  # type: ignore[no-any-return]
+
+    constrain = mlir.lower_fun(row_major, multiple_results=False)
+
+    def rule(ctx: Any, x: Any, **params: Any) -> Any:
+        ctx = without_axes(ctx)
+        (operand,) = constrain(ctx.replace(avals_out=ctx.avals_in), x)
+        (result,) = fft._fft_lowering(ctx, operand, **params)
+        return constrain(ctx.replace(avals_in=ctx.avals_out), result)
+
+    mlir.register_lowering(lax.fft_p, rule, platform="cpu")
+
+
 def current_trace() -> Any:
     """Returns a token of the current trace; each loop, branch, `vmap`, `grad` and `jit` has a different one."""
     from jax._src import core

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import data
+from spmdkit import compat, data
 from spmdkit.communication.reducers.base import Reducer
 from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.config import Config, replace_keys
@@ -74,6 +74,7 @@ class Program:
         self.compile_log, self.code, self.may_be_donated = list[str](), None, devices[0].platform == "cpu"
         self._devices = devices
         self._waits, self._previous = most_in_flight(devices, jax.process_count()) == 1, None
+        compat.lay_out_ffts()
         check_precision(config)
         if not isinstance(config.microbatches, int) or auto.is_auto(config):
             raise ConfigError(
