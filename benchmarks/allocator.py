@@ -44,7 +44,7 @@ def work(choice: str, num_devices: int) -> None:
     """Builds the step, then answers each line of standard input by one turn of what it names."""
     from spmdkit.program import allocator
 
-    one_arena = allocator.one_arena(f"cpu:{num_devices}", {**os.environ, allocator.SWITCH: choice})
+    has_one_arena = allocator.use_one_arena(f"cpu:{num_devices}", {**os.environ, allocator.SWITCH: choice})
 
     import jax
 
@@ -80,8 +80,8 @@ def work(choice: str, num_devices: int) -> None:
         return (time.perf_counter() - begun) / BATCHES, (time.process_time() - cpu) / BATCHES, 0
 
     step()
-    if one_arena:
-        assert allocator.keep_memory()
+    if has_one_arena:
+        assert allocator.disable_trimming()
     step()
     print("ready", flush=True)
     for line in sys.stdin:

@@ -38,14 +38,14 @@ REDUCERS: dict[str, Any] = {
 def run(reducer: Any, seed: int, steps: int) -> dict[str, Any]:
     """Returns the evaluation loss and the seconds of one run."""
     import spmdkit as sk
-    from spmdkit.tools.bench.interleaved import Trained, in_turns
+    from spmdkit.tools.bench.interleaved import Trained, train_interleaved
 
     rate = {"name": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": 5e-3, "warmup_steps": 20}
     changes = {"reducer": reducer, "seed": seed, "steps": steps, "learning_rate": rate | {"decay_steps": steps}}
     changes |= {"checkpoint": None, "run_dir": None, "task_args": TASK}
     program = sk.build(sk.load_config(CONFIG, [f"{key}={json.dumps(value)}" for key, value in changes.items()]))
     start, trained = time.process_time(), Trained(program, steps)
-    in_turns([trained])
+    train_interleaved([trained])
     return {"eval_loss": trained.loss, "processor_s": time.process_time() - start}
 
 

@@ -52,7 +52,7 @@ def tried(start: int) -> dict[str, Any]:
 def run(sync: Any, seed: int, steps: int, batch_size: int, **task_args: int) -> dict[str, Any]:
     """Returns the losses and the seconds of one run."""
     import spmdkit as sk
-    from spmdkit.tools.bench.interleaved import Trained, in_turns
+    from spmdkit.tools.bench.interleaved import Trained, train_interleaved
 
     rate = {"name": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": 5e-3, "warmup_steps": 20}
     changes = {"sync": sync, "seed": seed, "steps": steps, "learning_rate": rate | {"decay_steps": steps}}
@@ -60,7 +60,7 @@ def run(sync: Any, seed: int, steps: int, batch_size: int, **task_args: int) -> 
     changes |= {"task_args": task_args | {"heads": task_args["width"] // 16}}
     program = sk.build(sk.load_config(CONFIG, [f"{key}={json.dumps(value)}" for key, value in changes.items()]))
     start, trained = time.process_time(), Trained(program, steps)
-    in_turns([trained])
+    train_interleaved([trained])
     return {
         "train_loss": trained.losses[-1],
         "eval_loss": trained.loss,

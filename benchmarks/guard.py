@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from watchdog import BLOCKS, MAX_S, Loop, in_turns
+from watchdog import BLOCKS, MAX_S, Loop, train_interleaved
 
 MESHES = {1: {}, 2: {"data": 2}, 8: {"fsdp": 8}}
 POLICIES = ("continue", "stop", "skip")
@@ -39,7 +39,7 @@ def sitting(devices: int, steps: int, log_every: int) -> dict[str, list[float]]:
             )
             for policy in POLICIES
         }
-        return in_turns(loops, each)
+        return train_interleaved(loops, each)
 
 
 def main() -> int:

@@ -44,7 +44,7 @@ def member(me: int, order: Path, folder: Path) -> None:
         if me not in members:
             break
         num, rank = len(members), members.index(me)
-        with compat.service_elsewhere():
+        with compat.without_local_service():
             jax.distributed.initialize(
                 told["address"], num, rank, heartbeat_timeout_seconds=100_000, shutdown_timeout_seconds=5
             )
@@ -122,7 +122,7 @@ def parent(victim: int, where: str, sizes: list[int], folder: Path) -> int:
     order = folder / "order"
     members, service_processes, running, holders, number = [], [], {}, [], 0
 
-    def say(members: list[int]) -> None:
+    def print_line(members: list[int]) -> None:
         nonlocal number
         number += 1
         holder, port = reserve_port()
@@ -145,7 +145,7 @@ def parent(victim: int, where: str, sizes: list[int], folder: Path) -> int:
     members = list(range(sizes[0]))
     for me in members:
         start(me)
-    say(members)
+    print_line(members)
     for size in sizes[1:]:
         deadline = time.monotonic() + 60
         reached = lambda me: (
@@ -168,7 +168,7 @@ def parent(victim: int, where: str, sizes: list[int], folder: Path) -> int:
         )  # rank 0 is one that has a state
         for me in more:
             start(me)
-        say(members)
+        print_line(members)
         while not all(reached(me) for me in members) and time.monotonic() < deadline:
             time.sleep(0.005)
         print(f"recovered in {time.monotonic() - killed:.2f} s", flush=True)

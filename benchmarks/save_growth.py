@@ -63,8 +63,8 @@ def names() -> None:
     allocator as `train` sets it."""
     from spmdkit.program import allocator
 
-    allocator.one_arena("cpu:1", {})
-    allocator.keep_memory()
+    allocator.use_one_arena("cpu:1", {})
+    allocator.disable_trimming()
     held = [sys.intern(f"held {i}") for i in range(50_000)]
     before = resident_kib()
     for i in range(250_000):

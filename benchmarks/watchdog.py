@@ -33,7 +33,7 @@ import spmdkit as sk
 from spmdkit.cluster import detect_cluster, join
 from spmdkit.faults import StopSignals
 from spmdkit.program.program import Program
-from spmdkit.run.loop import watched
+from spmdkit.run.loop import watchdog_context
 from spmdkit.run.run import Run
 from spmdkit.run.trainer import run_steps
 
@@ -73,7 +73,7 @@ class Loop:
         """Trains so many steps; returns seconds of (process, training thread) a step."""
         with ExitStack() as stack:
             signals = stack.enter_context(StopSignals())
-            watchdog = stack.enter_context(watched(self.config, self.cluster))
+            watchdog = stack.enter_context(watchdog_context(self.config, self.cluster))
             if self.run is None:
                 self.run = self.stack.enter_context(Run(self.config, self.cluster, self.program, signals, watchdog))
                 self.state = self.run.restore_or_init()
@@ -86,7 +86,7 @@ class Loop:
                 return (time.process_time() - process) / steps, (time.thread_time() - thread) / steps
 
 
-def in_turns(loops: dict[str, Loop], each: int) -> dict[str, list[float]]:
+def train_interleaved(loops: dict[str, Loop], each: int) -> dict[str, list[float]]:
     """Returns the medians of blocks of `each` steps, seconds of (process, training thread) a step, by name; closes the
     loops."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
@@ -112,7 +112,7 @@ def main() -> int:
             "with": Loop(Path(folder) / "with", asked.steps + each + 1),
             "without": Loop(Path(folder) / "without", asked.steps + each + 1, watchdog=None),
         }
-        medians = in_turns(loops, each)
+        medians = train_interleaved(loops, each)
     process_s, thread_s = (a - b for a, b in zip(medians["with"], medians["without"], strict=True))
     if asked.json:
         print(json.dumps({"steps": asked.steps, "process_s": process_s, "thread_s": thread_s, **medians}))

@@ -4,8 +4,8 @@ makes every later all-reduce slow.
     python benchmarks/zero_over_gloo.py --processes 4 --steps 40 --turns 2
 
 Four layers of 512 x 512, Adam; by turns, each in processes of its own. One JSON line: the median milliseconds of a
-step, for each turn. `before` takes `compat.send_no_reduce_scatter` away, as it was; from jax 0.12 on both are the same
-program.
+step, for each turn. `before` takes `compat.lower_reduce_scatter_as_all_to_all` away, as it was; from jax 0.12 on both
+are the same program.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PROCESS = """
 import sys
 from spmdkit import compat
 if sys.argv[1] == "before":
-    compat.send_no_reduce_scatter = lambda: None
+    compat.lower_reduce_scatter_as_all_to_all = lambda: None
 from spmdkit.cli import main
 sys.exit(main(sys.argv[2:]))
 """

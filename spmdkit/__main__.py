@@ -21,7 +21,7 @@ def main() -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # a launcher has blocked it until now
     from spmdkit.faults import streams
 
-    streams.keep_going(when_full=trains)
+    streams.ignore_closed_outputs(when_full=trains)
     from spmdkit.cli import main as run
 
     if not trains:

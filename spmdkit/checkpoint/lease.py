@@ -37,10 +37,10 @@ class Lease:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        say: Callable[[str], None] = lambda line: None,
+        print_line: Callable[[str], None] = lambda line: None,
     ):
         self.directory, self.attempt = directory, attempt
-        self._clock, self._sleep, self._say = clock, sleep, say
+        self._clock, self._sleep, self._print_line = clock, sleep, print_line
         self._folder = directory / location.RUN_FOLDER
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -74,7 +74,7 @@ class Lease:
         beat = self._counter(before)
         if beat is None:  # released, or never started
             return
-        self._say(
+        self._print_line(
             f"{self.directory} was last of {ownership.describe_owner(before)}; waiting up to {LEASE_STALE_S:g} s to "
             "see whether it lives"
         )

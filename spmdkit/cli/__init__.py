@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spmdkit.cli import bench, checkpoint, launch
-from spmdkit.cli.checkpoint import say
+from spmdkit.cli.checkpoint import echo
 from spmdkit.cli.options import AsJson, ConfigPath, Overrides
 from spmdkit.errors import ConfigError
 from spmdkit.faults import run_process
@@ -105,7 +105,7 @@ def eval(
             print(json.dumps({"step": step, **plain}))
         else:
             shown = (f"{name} {x:.6g}" if isinstance(x, float) else f"{name} {x}" for name, x in plain.items())
-            say(f"step {step} eval  " + "  ".join(shown))
+            echo(f"step {step} eval  " + "  ".join(shown))
     cluster.shutdown()
     check_evaluation(loaded, step, values)
 
@@ -119,7 +119,7 @@ def layout(config: ConfigPath, overrides: Overrides = None) -> None:
 
     program = open_on_all_processes(*_join(config, overrides))
     print(f"mesh {describe_mesh(program.sizes)}, step compiled in the {program.form} form")
-    say("\n".join([*table(program.layout), "", program.explain()]))
+    echo("\n".join([*table(program.layout), "", program.explain()]))
 
 
 @app.command(epilog="Example: spmdkit explain configs/fsdp.yaml")
@@ -128,7 +128,7 @@ def explain(config: ConfigPath, overrides: Overrides = None) -> None:
     nothing."""
     from spmdkit.run.loop import open_on_all_processes
 
-    say(open_on_all_processes(*_join(config, overrides)).explain())
+    echo(open_on_all_processes(*_join(config, overrides)).explain())
 
 
 @app.command(epilog="Example: spmdkit plan configs/fsdp.yaml --target cpu:8")
@@ -258,7 +258,7 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's 
     """Write report.html of a run."""
     from spmdkit.metrics.report.run import write_report
 
-    say(write_report(run_dir))
+    echo(write_report(run_dir))
 
 
 @app.command(epilog="Example: spmdkit migrate ds_config.json --devices 8 > config.yaml")
@@ -312,7 +312,7 @@ def doctor(
 def config_check(config: ConfigPath, overrides: Overrides = None) -> None:
     """Check a config without touching a device or importing the task."""
     _load(config, overrides)
-    say(f"{config}: ok")
+    echo(f"{config}: ok")
 
 
 @config_app.command("show", epilog="Example: spmdkit config show configs/linear_regression.yaml steps=50")

@@ -56,12 +56,12 @@ def communication(
     from spmdkit.tools.bench.communication import ComparisonOptions, run_communication
 
     loaded = load_config(config, overrides or [])
-    one_arena = allocator.one_arena(loaded.devices, os.environ)
+    has_one_arena = allocator.use_one_arena(loaded.devices, os.environ)
     spec = detect_cluster(os.environ, loaded.cluster.environment)
     cluster = join(spec, loaded.devices, interface=loaded.cluster.interface)
     options = ComparisonOptions(
         reducers=reducers, syncs=syncs, steps=steps, seeds=seeds, within=within, as_json=json_, out=out
     )
-    code = run_communication(loaded, cluster, options, keeps_memory=one_arena)
+    code = run_communication(loaded, cluster, options, retain_memory=has_one_arena)
     cluster.shutdown()
     raise SystemExit(code)

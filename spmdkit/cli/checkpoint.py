@@ -43,14 +43,14 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
         values = [f"{k} {v:.6g}" for k, v in (row.get("metrics") or {}).items() if v is not None]
         values += ["best"] * row["best"] + ([] if row["complete"] else [f"DAMAGED: {row['found']}"])
         start = f"{row['step']:>8}  {format_bytes(row['bytes']):>10}  {_local_time(row['time'])}"
-        say(f"{start}  {'  '.join(values)}".rstrip())
+        echo(f"{start}  {'  '.join(values)}".rstrip())
     if not rows:
-        say(f"no checkpoint in {folder}")
+        echo(f"no checkpoint in {folder}")
     for name in ignored:
         aside = checkpoint.DAMAGED_MARK in name
-        say(f"damaged, quarantined: {name}" if aside else f"not a checkpoint, ignored: {name}")
+        echo(f"damaged, quarantined: {name}" if aside else f"not a checkpoint, ignored: {name}")
     if attempt is not None:
-        say(f"note: {attempt.message()}")
+        echo(f"note: {attempt.message()}")
 
 
 @app.command("inspect", epilog="Example: spmdkit checkpoint inspect runs/first --step 100")
@@ -62,9 +62,9 @@ def checkpoint_inspect(run: RunDir, step: Step = None, json_: AsJson = False) ->
     if json_:
         print(json.dumps(contents))
         return
-    say(f"step {contents['step']}")
+    echo(f"step {contents['step']}")
     for path, leaf in contents["leaves"].items():
-        say(f"  {path}  {leaf['dtype']}[{','.join(map(str, leaf['shape']))}]")
+        echo(f"  {path}  {leaf['dtype']}[{','.join(map(str, leaf['shape']))}]")
 
 
 @app.command("export", epilog="Example: spmdkit checkpoint export runs/first params.safetensors")
@@ -89,7 +89,7 @@ def checkpoint_export(
 
     where = _checkpoints(run)
     checkpoint.export(where, step, out, format=format, which=which, evaluated=evaluated)  # type: ignore[arg-type]
-    say(out)
+    echo(out)
 
 
 @app.command("verify", epilog="Example: spmdkit checkpoint verify runs/first")
@@ -103,7 +103,7 @@ def checkpoint_verify(run: RunDir, step: Step = None, json_: AsJson = False) -> 
         print(json.dumps({"checkpoints": rows}))
     for row in [] if json_ else rows:
         verdict = "good" if row["good"] else f"DAMAGED: {row['found']}"
-        say(f"{row['step']:>8}  {row['leaves']} leaves, {format_bytes(row['bytes'])}  {verdict}")
+        echo(f"{row['step']:>8}  {row['leaves']} leaves, {format_bytes(row['bytes'])}  {verdict}")
     if damaged := [str(row["step"]) for row in rows if not row["good"]]:
         raise CheckpointError(
             f"{len(damaged)} of {len(rows)} checkpoints in {run} {'is' if len(damaged) == 1 else 'are'} damaged: "
@@ -121,12 +121,16 @@ def checkpoint_rm(
 
     folder = _checkpoints(run)
     remote = isinstance(folder, checkpoint.Remote)
-    with checkpoint.Lease(folder, secrets.token_hex(8), say=say) if remote else checkpoint.run_lock(folder.parent):
+    with (
+        checkpoint.Lease(folder, secrets.token_hex(8), print_line=echo)
+        if remote
+        else checkpoint.run_lock(folder.parent)
+    ):
         checkpoint.remove(folder, steps)
-    say(f"removed {', '.join(map(str, steps))} from {folder}")
+    echo(f"removed {', '.join(map(str, steps))} from {folder}")
 
 
-def say(text: object) -> None:
+def echo(text: object) -> None:
     """Prints a line for the user. Names of files, leaves and metrics are escaped, since a terminal may interpret
     them."""
     print(visible(str(text)))

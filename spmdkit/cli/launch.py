@@ -52,8 +52,10 @@ def launch(
 
         sizes = Elastic(context.args, elastic, num, devices_per_process)
         devices_per_process = sizes.devices_per_process
-        precompile = Precompile(ahead, context.args, devices_per_process) if (ahead := sizes.ahead()) else None
-        elasticity = Elasticity(sizes.resize, sizes.wanted, sizes.standby, precompile)
+        precompile = (
+            Precompile(ahead, context.args, devices_per_process) if (ahead := sizes.sizes_to_precompile()) else None
+        )
+        elasticity = Elasticity(sizes.resize, sizes.requested, sizes.standby, precompile)
     script = [] if context.args[0].endswith(".py") else ["-m", "spmdkit"]
     code = run(
         [sys.executable, *script, *context.args],

@@ -79,7 +79,7 @@ def join(
         notes += (advertised.reason,) if advertised.reason else ()
         if generation is not None:
             compat_membership.survive_peer_failure()
-        notes += open_to_all(spec, _initialize(spec, is_first=generation is None or generation.number == 1))
+        notes += exposure_warning(spec, _initialize(spec, is_first=generation is None or generation.number == 1))
     with generation.creating_devices if generation is not None else nullcontext():
         found = jax.devices("cpu") if num_cpu is not None else jax.devices()
     if num_processes > 1 and not joined:
@@ -156,10 +156,10 @@ def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | N
         jax.config.update("jax_rocm_visible_devices", ",".join(map(str, devices)))
     if num_processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        compat.send_no_reduce_scatter()
+        compat.lower_reduce_scatter_as_all_to_all()
 
 
-def open_to_all(spec: ClusterSpec, bound: str) -> tuple[str, ...]:
+def exposure_warning(spec: ClusterSpec, bound: str) -> tuple[str, ...]:
     """Returns a warning if process 0 listens on all network interfaces of its machine."""
     if spec.process_id != 0 or not bound.startswith("0.0.0.0:"):
         return ()
@@ -191,7 +191,7 @@ def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
     level = jax_log.level
     jax_log.setLevel(logging.ERROR)
     try:
-        with compat.service_elsewhere(None if service_process is None else service_process.shutdown):
+        with compat.without_local_service(None if service_process is None else service_process.shutdown):
             jax.distributed.initialize(
                 coordinator_address=spec.service or spec.coordinator,
                 num_processes=spec.num_processes,

@@ -57,7 +57,7 @@ def _collect(spec: ClusterSpec, deadline: Deadline) -> str:
             while error is None and len(present) < spec.num_processes - 1 and not deadline.expired:
                 listener.settimeout(deadline.remaining_s)
                 error = _register(listener.accept()[0], spec, present)
-        missing = [p for p in range(1, spec.num_processes) if p not in present or _hung_up(present[p])]
+        missing = [p for p in range(1, spec.num_processes) if p not in present or _has_closed(present[p])]
         kind = "config" if error else "rendezvous"
         if error is None and missing:
             came = spec.num_processes - len(missing)
@@ -65,7 +65,7 @@ def _collect(spec: ClusterSpec, deadline: Deadline) -> str:
                 f"expected {spec.num_processes} processes at {spec.coordinator}, {came} connected within "
                 f"{spec.rendezvous_timeout_s:g} s; missing: {name_processes(missing)}. All processes must start within "
                 f"the timeout. Check why the missing ones did not start, or raise SPMDKIT_RENDEZVOUS_TIMEOUT_S."
-                f"{_advice(spec)}"
+                f"{_hint(spec)}"
             )
         reply = json.dumps({"spmdkit": 1, "error": error, "kind": kind}).encode() + b"\n"
         for connection in present.values():
@@ -99,11 +99,11 @@ def _listen(spec: ClusterSpec) -> tuple[socket.socket, str]:
         raise RendezvousError(
             f"process 0 cannot listen at {coordinator}: {error.strerror or error}. It needs a free port of its "
             "machine. End the process that uses the port, or choose another port in SPMDKIT_COORDINATOR of all "
-            f"processes.{_advice(spec)}"
+            f"processes.{_hint(spec)}"
         ) from None
 
 
-def _advice(spec: ClusterSpec) -> str:
+def _hint(spec: ClusterSpec) -> str:
     return "".join(
         f" {text}" for text in (spec.found_by and f"The address is from {spec.found_by}.", spec.repair) if text
     )
@@ -122,7 +122,7 @@ def _register(connection: socket.socket, spec: ClusterSpec, present: dict[int, s
             f"process {process} was started with {spec.names.num_processes}={count}, process 0 with "
             f"{spec.num_processes}. The number must be the same in all processes. Start all of them with one number."
         )
-    elif not 0 < process < count or (process in present and not _hung_up(present[process])):
+    elif not 0 < process < count or (process in present and not _has_closed(present[process])):
         error = (
             f"two processes were started with {spec.names.process_id}={process}. Each rank from 0 to "
             f"{spec.num_processes - 1} is used once. End the processes of an earlier run, or use another port."
@@ -146,7 +146,7 @@ def _connect(spec: ClusterSpec, deadline: Deadline) -> None:
                 f"process {spec.process_id} could not reach process 0 at {spec.coordinator} within "
                 f"{spec.rendezvous_timeout_s:g} s ({failure}); missing: process 0. It must run, and its port must "
                 f"be reachable from this host. Check why process 0 did not start, or correct SPMDKIT_COORDINATOR."
-                f"{_advice(spec)}"
+                f"{_hint(spec)}"
             )
         try:
             timeout_s = min(deadline.remaining_s, RENDEZVOUS_CONNECT_S)
@@ -194,7 +194,7 @@ def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
     return message if isinstance(message, dict) and message.get("spmdkit") == 1 else {}
 
 
-def _hung_up(connection: socket.socket) -> bool:
+def _has_closed(connection: socket.socket) -> bool:
     """Returns whether the peer has closed: it sends nothing after its line, so readable means closed."""
     connection.setblocking(False)
     try:

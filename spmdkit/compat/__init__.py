@@ -49,7 +49,7 @@ def untyped_axes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def outside_of_spmd_vmaps() -> Iterator[None]:
+def hide_spmd_vmap_axes() -> Iterator[None]:
     """Context that hides the axes of an enclosing `vmap(spmd_axis_name=)`: they would apply to a `shard_map` traced
     inside it, and JAX then rejects its own cotangents (0.10.2)."""
     from jax._src import core
@@ -116,7 +116,7 @@ def all_gather_invarying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return gathered
 
 
-def map_gathers_over_several_axes() -> None:
+def add_multi_axis_vmap_rules() -> None:
     """Adds a `vmap` rule to `lax.all_gather` and `lax.psum_scatter` over a tuple of axes, which JAX (0.10.2) does not
     have: one axis at a time. Idempotent."""
     from jax._src.lax import parallel
@@ -167,7 +167,7 @@ def _scattered(
     return jnp.squeeze(x, position), d - (position < d)
 
 
-def send_no_reduce_scatter() -> None:
+def lower_reduce_scatter_as_all_to_all() -> None:
     """Lowers a reduce-scatter on CPU devices to an all-to-all and a local sum; no effect since jax 0.12.
 
     Between processes one reduce-scatter of a few bytes makes every later all-reduce a hundred times slower, and ignores
@@ -330,7 +330,7 @@ def replace_coordination_client(client: Any) -> None:
     distributed.global_state.client = client
 
 
-class _Elsewhere:
+class _RemoteService:
     """Replaces JAX's coordination service, which runs in another process."""
 
     def __init__(self, end: Callable[[], Any] | None):
@@ -342,7 +342,7 @@ class _Elsewhere:
 
 
 @contextlib.contextmanager
-def service_elsewhere(end: Callable[[], Any] | None = None) -> Iterator[None]:
+def without_local_service(end: Callable[[], Any] | None = None) -> Iterator[None]:
     """Context in which `jax.distributed.initialize` starts no coordination service on process 0 (if that process exits,
     all other processes abort with SIGABRT); `jax.distributed.shutdown` calls `end` there. JAX has no option for this
     (0.10.2 to 0.12)."""
@@ -350,7 +350,7 @@ def service_elsewhere(end: Callable[[], Any] | None = None) -> Iterator[None]:
 
     name = "get_distributed_runtime_service"
     original = getattr(_jax, name)
-    setattr(_jax, name, lambda *args, **options: _Elsewhere(end))
+    setattr(_jax, name, lambda *args, **options: _RemoteService(end))
     try:
         yield
     finally:
@@ -361,7 +361,9 @@ def holds_coordination_service() -> bool:
     """Returns whether JAX's coordination service runs in this process, so that all other processes exit with it."""
     from jax._src import distributed
 
-    return distributed.global_state.service is not None and not isinstance(distributed.global_state.service, _Elsewhere)
+    return distributed.global_state.service is not None and not isinstance(
+        distributed.global_state.service, _RemoteService
+    )
 
 
 def backends_initialized() -> bool:

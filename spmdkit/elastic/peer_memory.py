@@ -71,7 +71,7 @@ def size_of(location: Location) -> int:
     return math.prod(end - begin for begin, end in location)
 
 
-def common(one: Location, other: Location) -> Location | None:
+def intersection(one: Location, other: Location) -> Location | None:
     """Returns the overlap of two locations; None if they do not overlap."""
     overlap = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return overlap if all(begin < end for begin, end in overlap) else None
@@ -201,6 +201,6 @@ def whole(leaf: Parts, index: Any) -> np.ndarray:
         slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True)
     )
     for location, part in leaf.parts.items():
-        if (overlap := common(location, requested)) is not None:
+        if (overlap := intersection(location, requested)) is not None:
             out[within(overlap, requested)] = part[within(overlap, location)]
     return out

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from spmdkit.cluster import Cluster
-from spmdkit.elastic.peer_memory import HostMemory, Location, Parts, Snapshot, common, location_of, size_of
+from spmdkit.elastic.peer_memory import HostMemory, Location, Parts, Snapshot, intersection, location_of, size_of
 from spmdkit.foundation.trees import named_leaves
 
 PIECE_BYTES = 1 << 22
@@ -131,7 +131,7 @@ def _missing_shards(
             receivers = {
                 p
                 for p, wants in enumerate(needed)
-                if location not in has[p] and any(common(location, wanted) is not None for wanted in wants[path])
+                if location not in has[p] and any(intersection(location, wanted) is not None for wanted in wants[path])
             }
             if receivers:
                 yield (

@@ -32,7 +32,7 @@ class Size(NamedTuple):
     processes: int
     microbatches: int
 
-    def launched(self) -> tuple[int, list[str]]:
+    def launch_arguments(self) -> tuple[int, list[str]]:
         """Returns the number of processes and the additional arguments of their command, for the launcher."""
         return self.processes, [f"microbatches={self.microbatches}"]
 
@@ -48,7 +48,8 @@ class Elastic:
 
     Attributes:
         devices_per_process: the same for all sizes.
-        wanted: with in-process elasticity, current processes -> `resize` for the number in the file `processes`; None
+        requested: with in-process elasticity, current processes -> `resize` for the number in the file `processes`;
+        None
             unless that is larger.
         standby: number of standby processes.
 
@@ -71,7 +72,7 @@ class Elastic:
             )
         self._batch, self._mesh = config.batch_size, config.mesh.sizes()
         self._run_dir = config.resolved_run_dir()
-        self.wanted = self._wanted if config.elastic.in_process else None
+        self.requested = self._requested if config.elastic.in_process else None
         self.standby, self._ahead = config.elastic.standby, config.elastic.precompile
         self.devices_per_process = devices_per_process or _devices(config, num)
         if -1 not in self._mesh.values() and self._least < self._most:
@@ -90,7 +91,7 @@ class Elastic:
         self._rows = self._batch // (shards * microbatches)
         self.first = Size(num, microbatches)
 
-    def ahead(self) -> dict[int, list[str]]:
+    def sizes_to_precompile(self) -> dict[int, list[str]]:
         """Returns the numbers of processes to compile for -> additional arguments of the command. Raises ConfigError
         for a number that is never used."""
         arguments = {}
@@ -102,10 +103,10 @@ class Elastic:
                     f"{self._least}:{self._most} would start again: mesh {self._mesh} and batch_size {self._batch} "
                     "have to be divided evenly. Remove it, or choose another number."
                 )
-            arguments[processes] = Size(processes, microbatches).launched()[1]
+            arguments[processes] = Size(processes, microbatches).launch_arguments()[1]
         return arguments
 
-    def after(self, before: int, lost: int) -> Size | None:
+    def next_size(self, before: int, lost: int) -> Size | None:
         """Returns the size of the next start; None if no allowed number fits.
 
         Args:
@@ -121,12 +122,12 @@ class Elastic:
 
     def resize(self, before: int, lost: int) -> tuple[int, list[str]] | None:
         """Returns the result of `after` for the launcher: the number, and additional arguments of the command."""
-        size = self.after(before, lost)
-        return None if size is None else size.launched()
+        size = self.next_size(before, lost)
+        return None if size is None else size.launch_arguments()
 
-    def _wanted(self, now: int) -> tuple[int, list[str]] | None:
-        size = self.after(now, 0) if (self._allowed() or 0) > now else None
-        return None if size is None or size.processes <= now else size.launched()
+    def _requested(self, now: int) -> tuple[int, list[str]] | None:
+        size = self.next_size(now, 0) if (self._allowed() or 0) > now else None
+        return None if size is None or size.processes <= now else size.launch_arguments()
 
     def _allowed(self) -> int | None:
         """Returns the number in the file `processes` of the run directory; None if it has none between MIN and MAX."""

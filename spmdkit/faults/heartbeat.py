@@ -20,7 +20,7 @@ OWN_SHARE = 0.25
 """A straggler's share of the wall time in a phase exceeds the median of the other processes by more than this."""
 BEFORE_TRAINING = ("begin", "import", "compile", "restore", "init", "end")
 
-DOES = {
+ACTIVITIES = {
     "begin": "starting",
     "import": "importing the task and building its program",
     "compile": "compiling",
@@ -42,8 +42,8 @@ class Beat:
     phase: str
     detail: str
     step: int
-    for_s: float  # seconds in the phase, without pauses
-    limit_s: float | None  # limit of `for_s`; None: no limit while it waits for others
+    phase_s: float  # seconds in the phase, without pauses
+    limit_s: float | None  # limit of `phase_s`; None: no limit while it waits for others
     spent: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds so far
     hook: str = ""  # the user-defined hook, with the line, in which it is
     hooks_passed: int = 0
@@ -55,14 +55,14 @@ class Beat:
 
     @property
     def overdue(self) -> bool:
-        return self.limit_s is not None and self.for_s > self.limit_s
+        return self.limit_s is not None and self.phase_s > self.limit_s
 
     @property
     def does(self) -> str:
         """The phase for a message: `reading data`, `waiting for others at 'committed'`."""
         if self.phase == WAITING:
             return f"waiting for others at '{self.detail}'"
-        return DOES.get(self.phase, f"in the {self.phase}") + (f" ({self.detail})" if self.detail else "")
+        return ACTIVITIES.get(self.phase, f"in the {self.phase}") + (f" ({self.detail})" if self.detail else "")
 
 
 def to_text(beat: Beat) -> str:
@@ -112,7 +112,7 @@ LIMIT_OF = {
 """Phase -> its key in the section `watchdog`; every other phase is a hook's or the evaluation."""
 
 
-def culprits(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int, ...]:
+def blocking_processes(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int, ...]:
     """Returns the processes that block the job, none while the job may still continue.
 
     A process that works and exceeds its limit blocks the others; in an evaluation only the reading process does. In the
@@ -142,7 +142,7 @@ class OneSidedHooks:
     def __init__(self, limit_s: float):
         self._limit_s, self._since = limit_s, dict[int, tuple[int, float]]()
 
-    def look(self, now: float, beats: Mapping[int, Beat]) -> tuple[int, ...]:
+    def update(self, now: float, beats: Mapping[int, Beat]) -> tuple[int, ...]:
         """Returns the processes to blame at `now`, none while all processes are in the same hook."""
         ahead = max(beat.hooks_passed for beat in beats.values())
         behind = {p: b.hooks_passed for p, b in beats.items() if b.hook and b.hooks_passed < ahead}
@@ -165,7 +165,7 @@ def describe_phases(beats: Mapping[int, Beat], blamed: Iterable[int]) -> str:
     for does in dict.fromkeys((beats[p].does, beats[p].step) for p in blamed if p in beats):
         processes = [p for p in blamed if p in beats and (beats[p].does, beats[p].step) == does]
         have = "has" if len(processes) == 1 else "have"
-        longest = max(beats[p].for_s for p in processes)
+        longest = max(beats[p].phase_s for p in processes)
         parts.append(f"{_names(processes)} {have} been {does[0]} for {longest:.0f} s at step {does[1]}")
     others = {p: b for p, b in beats.items() if p not in blamed}
     for waits in dict.fromkeys(_waits(b) for b in others.values()):
@@ -255,7 +255,7 @@ def straggler(
 
 
 def straggler_text(found: Straggler) -> str:
-    does = DOES.get(found.phase, f"the {found.phase}")
+    does = ACTIVITIES.get(found.phase, f"the {found.phase}")
     return (
         f"process {found.process} holds up the others: {does} takes {found.share:.0%} of its time, and "
         f"{found.usual:.0%} of theirs. Steps are as slow as the slowest process."
@@ -270,7 +270,7 @@ class Stragglers:
         self._begun: tuple[float, Mapping[int, Mapping[str, float]]] | None = None
         self._suspect: tuple[int, str] | None = None
 
-    def look(self, now: float, spent: Mapping[int, Mapping[str, float]]) -> list[str]:
+    def update(self, now: float, spent: Mapping[int, Mapping[str, float]]) -> list[str]:
         """Returns the lines to log at `now`; `spent`: seconds that each process has spent in each phase."""
         if self._begun is None:
             self._begun = now, spent

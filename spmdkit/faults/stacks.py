@@ -47,7 +47,7 @@ def _idle(lines: list[str]) -> bool:
     return any(word in lines[-1] for word in ("work_queue.get", "work_item = ", ".wait(", "queue.get", "slots.get"))
 
 
-def on_sigquit() -> bool:
+def install_sigquit() -> bool:
     """Prints the stacks of all threads to stderr on SIGQUIT, also while the interpreter is blocked (C handler)."""
     number = getattr(signal, "SIGQUIT", None)
     if number is None or sys.__stderr__ is None:
@@ -58,12 +58,12 @@ def on_sigquit() -> bool:
     return False
 
 
-def off_sigquit() -> None:
+def remove_sigquit() -> None:
     if hasattr(signal, "SIGQUIT"):
         faulthandler.unregister(signal.SIGQUIT)
 
 
-def end_unless_called_again(seconds: float) -> None:
+def restart_exit_timer(seconds: float) -> None:
     """Ends this process with code 1 and the stacks of all threads, unless it is called again in time. A C thread
     (`faulthandler`) measures the time with a clock that also runs while the process is stopped."""
     if sys.__stderr__ is not None:
@@ -71,7 +71,7 @@ def end_unless_called_again(seconds: float) -> None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
 
-def stop_without_end(number: int, frame: FrameType | None) -> None:
+def suspend(number: int, frame: FrameType | None) -> None:
     """Handler of SIGTSTP (Ctrl-Z): stops this process without the deadline that would end it later."""
     faulthandler.cancel_dump_traceback_later()
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -31,12 +31,12 @@ class Outlet(io.FileIO):
         except OSError as error:
             if error.errno not in self.ends_nothing:
                 raise
-            to_nowhere(self.fileno())
+            redirect_to_null(self.fileno())
             written = None
         return len(memoryview(data).cast("B")) if written is None else written
 
 
-def keep_going(when_full: bool = False) -> None:
+def ignore_closed_outputs(when_full: bool = False) -> None:
     """Lets this process continue when the readers of its output have exited. Called once, before anything is opened or
     printed; `when_full`: also when the disk of its output is full."""
     Outlet.ends_nothing = GONE + FULL * when_full
@@ -44,12 +44,12 @@ def keep_going(when_full: bool = False) -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            to_nowhere(descriptor)
+            redirect_to_null(descriptor)
     sys.stdout, sys.stderr = _outlet(sys.stdout, 1), _outlet(sys.stderr, 2)
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
 
 
-def to_nowhere(descriptor: int) -> None:
+def redirect_to_null(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere != descriptor:
         os.dup2(nowhere, descriptor)

@@ -34,7 +34,7 @@ from spmdkit.faults.heartbeat import (
     Limits,
     OneSidedHooks,
     Stragglers,
-    culprits,
+    blocking_processes,
     find_silent,
     from_text,
     hang_report,
@@ -130,7 +130,7 @@ class Watchdog:
     def start(self) -> None:
         exit_handler.exit_callbacks.append(self.announce_exit)
         if self._guards_interpreter and threading.current_thread() is threading.main_thread():
-            self._on_stop = signal.signal(signal.SIGTSTP, stacks.stop_without_end)
+            self._on_stop = signal.signal(signal.SIGTSTP, stacks.suspend)
         for thread in self._threads:
             thread.start()
 
@@ -170,10 +170,10 @@ class Watchdog:
             if now - self._last_beat >= HEARTBEAT_INTERVAL_S:
                 self._last_beat = now
                 if self._guards_interpreter:
-                    stacks.end_unless_called_again(self._interpreter_timeout_s or 0.0)
+                    stacks.restart_exit_timer(self._interpreter_timeout_s or 0.0)
             try:
                 if self._me == 0 and self._num > 1:
-                    self.notices += self._stragglers.look(now, {p: b.spent for p, b in self._beats().items()})
+                    self.notices += self._stragglers.update(now, {p: b.spent for p, b in self._beats().items()})
                 self._judge(now)
             except Exception as error:  # noqa: BLE001  a bug here must end neither the watchdog nor the run; printed once
                 if not self._mistakes:
@@ -203,9 +203,9 @@ class Watchdog:
             return self._end(lost)
         beats = self._beats()
         quiet = [p for p, (when, _) in self._seen.items() if now - when > HANG_SUSPECT_S + 2 * self._beat_s]
-        if blamed := culprits(beats, quiet):
+        if blamed := blocking_processes(beats, quiet):
             return self._end({"code": int(ExitCode.HANG), "processes": list(blamed), "why": "hang"})
-        if blamed := self._one_sided_hooks.look(now, beats):
+        if blamed := self._one_sided_hooks.update(now, beats):
             hook = beats[blamed[0]].hook
             self._end({"code": int(ExitCode.HANG), "processes": list(blamed), "why": "hang", "hook": hook})
 
@@ -366,7 +366,7 @@ def run_watchdog(
 ) -> Iterator[Watchdog | None]:
     """Monitors while the body runs, as the config section `watchdog` specifies; yields None if that is null."""
     phase.begin()
-    sees_quit = stacks.on_sigquit()
+    sees_quit = stacks.install_sigquit()
     watchdog = None
     if options is not None:
         limits = Limits(**{name: getattr(options, name) for name in Limits.__dataclass_fields__})
@@ -391,5 +391,5 @@ def _stop(watchdog: Watchdog | None, sees_quit: bool, failed: tuple[int, str] | 
             watchdog.announce_exit(*failed)
         watchdog.stop()
     if sees_quit:
-        stacks.off_sigquit()
+        stacks.remove_sigquit()
     phase.end()

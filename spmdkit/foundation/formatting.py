@@ -127,14 +127,14 @@ MAX_LINES, MAX_COLUMNS = 24, 1000
 
 def bounded(text: str) -> str:
     """Returns a message that fits on a screen. Long messages and long lines are shortened in the middle."""
-    lines = [_cut(line) for line in text.splitlines()]
+    lines = [_truncate(line) for line in text.splitlines()]
     if len(lines) > MAX_LINES:
         num_hidden = len(lines) - MAX_LINES + 1
         lines = [*lines[: MAX_LINES - 9], f"... {num_hidden} lines ...", *lines[-8:]]
     return "\n".join(lines)
 
 
-def _cut(line: str) -> str:
+def _truncate(line: str) -> str:
     return line if len(line) <= MAX_COLUMNS else f"{line[:560]} ... {len(line) - 960} characters ... {line[-400:]}"
 
 

@@ -46,7 +46,7 @@ _known: set[str] = set()
 
 
 @functools.lru_cache(maxsize=4096)
-def named(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
     """Returns whether a value of this name is a secret. Cached, since all environment variables are checked for each
     text."""
     words = {word.lower() for word in _SPLIT.split(name) if word}
@@ -61,13 +61,16 @@ def redact_value(value: Any, name: str = "") -> Any:
     Numbers and booleans are unchanged unless their key is a password.
     """
     if isinstance(value, Mapping):
-        return {key: redact_value(inner, f"{name}_{key}" if named(name) else str(key)) for key, inner in value.items()}
+        return {
+            key: redact_value(inner, f"{name}_{key}" if is_secret_name(name) else str(key))
+            for key, inner in value.items()
+        }
     if isinstance(value, list | tuple):
         return [redact_value(inner, name) for inner in value]
     if isinstance(value, str):
-        return HIDDEN if value and named(name) else redact_text(value)
+        return HIDDEN if value and is_secret_name(name) else redact_text(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return HIDDEN if is_number and named(name) and "passw" in name.lower() else value
+    return HIDDEN if is_number and is_secret_name(name) and "passw" in name.lower() else value
 
 
 def register_secrets(value: Any, name: str = "", depth: int = 0) -> None:
@@ -76,11 +79,11 @@ def register_secrets(value: Any, name: str = "", depth: int = 0) -> None:
         return
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            register_secrets(inner, f"{name}_{key}" if named(name) else str(key), depth + 1)
+            register_secrets(inner, f"{name}_{key}" if is_secret_name(name) else str(key), depth + 1)
     elif isinstance(value, list | tuple):
         for inner in value:
             register_secrets(inner, name, depth + 1)
-    elif isinstance(value, str) and len(value) >= MIN_LENGTH and named(name) and value != HIDDEN:
+    elif isinstance(value, str) and len(value) >= MIN_LENGTH and is_secret_name(name) and value != HIDDEN:
         _known.add(value)
 
 
@@ -100,7 +103,7 @@ def register_command_secrets(words: Sequence[str], files: bool = True) -> None:
 
 def redact_text(text: str) -> str:
     """Returns a text with `***` in place of registered secrets and values with the form of a secret."""
-    for value in sorted(_known | _of_environment(), key=len, reverse=True):
+    for value in sorted(_known | _environment_secrets(), key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return _IN_TEXT.sub(_hidden, text)
 
@@ -110,7 +113,7 @@ def _hidden(found: re.Match[str]) -> str:
     return f"{prefix or ''}{HIDDEN}"
 
 
-def _of_environment() -> set[str]:
+def _environment_secrets() -> set[str]:
     """Returns the values of environment variables with secret names. `PWD` is the current folder, not a secret."""
-    names = [name for name in list(os.environ) if named(name) and name not in ("PWD", "OLDPWD")]
+    names = [name for name in list(os.environ) if is_secret_name(name) and name not in ("PWD", "OLDPWD")]
     return {value for name in names if len(value := os.environ.get(name, "")) >= 8}  # a thread may remove one

@@ -124,7 +124,7 @@ class Attempt:
 
 def running(step: int) -> dict[str, Any]:
     """Returns the fields of a `running` event of this process."""
-    return {"step": step, "pid": os.getpid(), "host": socket.gethostname(), "born": _born(os.getpid())}
+    return {"step": step, "pid": os.getpid(), "host": socket.gethostname(), "born": _start_ticks(os.getpid())}
 
 
 def newest_saved(run_dir: Path) -> int | None:
@@ -135,16 +135,16 @@ def newest_saved(run_dir: Path) -> int | None:
 
 def this_process() -> dict[str, Any]:
     """Returns the identity of this process, for `is_gone`."""
-    return {"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot(), "born": _born(os.getpid())}
+    return {"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot_id(), "born": _start_ticks(os.getpid())}
 
 
 def is_gone(found: dict[str, Any]) -> bool:
     """Returns whether the process of `this_process` has exited; False if unknown (another machine or boot)."""
-    same_boot = found.get("host") == socket.gethostname() and found.get("boot") == _boot() is not None
-    return same_boot and isinstance(found.get("pid"), int) and _born(found["pid"]) != found.get("born")
+    same_boot = found.get("host") == socket.gethostname() and found.get("boot") == _boot_id() is not None
+    return same_boot and isinstance(found.get("pid"), int) and _start_ticks(found["pid"]) != found.get("born")
 
 
-def _boot() -> str | None:
+def _boot_id() -> str | None:
     """Returns an id of this boot of the machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -168,7 +168,7 @@ def unfinished(run_dir: Path) -> Attempt | None:
     if not isinstance(pid, int):
         return None
     same_host = host == socket.gethostname()
-    born = _born(pid)
+    born = _start_ticks(pid)
     return Attempt(step, pid, host, (born is not None and born == started.get("born")) if same_host else None)
 
 
@@ -179,7 +179,7 @@ def _events(path: Path) -> Iterable[dict[str, Any]]:
         return []
 
 
-def _born(pid: int) -> int | None:
+def _start_ticks(pid: int) -> int | None:
     """Returns the start time of a process in ticks since boot, since the kernel reuses process IDs."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

@@ -222,7 +222,7 @@ def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], ret
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise _not_to_its_end(kind, f"{text}(...)", error) from error
+        raise _incomplete_error(kind, f"{text}(...)", error) from error
     if not isinstance(result, returns):
         raise ConfigError(
             f"{KEYS.get(kind, kind)}: {text}(...) returned {type(result).__name__}. It must return an "
@@ -267,7 +267,7 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
                 ) from None
             raise ConfigError(_raised(kind, f"importing {target}", error)) from error
         except (Exception, SystemExit) as error:
-            raise _not_to_its_end(kind, f"importing {target}", error) from error
+            raise _incomplete_error(kind, f"importing {target}", error) from error
     path = (folder / target).resolve()
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
@@ -290,11 +290,11 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise _not_to_its_end(kind, f"importing {path}", error) from error
+        raise _incomplete_error(kind, f"importing {path}", error) from error
     return module
 
 
-def _not_to_its_end(kind: str, what: str, error: BaseException) -> SpmdkitError:
+def _incomplete_error(kind: str, what: str, error: BaseException) -> SpmdkitError:
     """Returns the error of a module or a task that did not finish. A request to exit the process has code 70
     everywhere."""
     message = _raised(kind, what, error)

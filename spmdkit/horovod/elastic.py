@@ -85,7 +85,7 @@ class State:
 
     def save(self) -> None:
         """Stores the current attributes in host memory."""
-        self._saved = {name: _kept(self._get(name)) for name in self._names}
+        self._saved = {name: _to_host(self._get(name)) for name in self._names}
 
     def restore(self) -> None:
         """Sets the attributes to the stored ones."""
@@ -185,7 +185,7 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
-def _kept(value: Any) -> Any:
+def _to_host(value: Any) -> Any:
     """Returns a copy in host memory that later computations can neither change nor donate."""
     leaves, form = jax.tree.flatten(value)
     return form, [(np.array(x), True) if isinstance(x, jax.Array) else (copy.deepcopy(x), False) for x in leaves]

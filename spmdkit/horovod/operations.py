@@ -60,7 +60,9 @@ def grouped_allreduce_async(
                 f"Use op=hvd.Average, or 2, 4, 8 ... processes."
             )
     arrays = [local_array(x, "allreduce") for x in tensors]
-    error: Exception | None = next((why for x in arrays if (why := unfit(x, "allreduce", how)) is not None), None)
+    error: Exception | None = next(
+        (why for x in arrays if (why := unsupported_reason(x, "allreduce", how)) is not None), None
+    )
     scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
     want = {"op": "allreduce", "reduce": how.value, **scales, **shapes_of(arrays), "leaves": leaves}
     return queue.enqueue(want, arrays, name, error)
@@ -129,7 +131,7 @@ def grouped_reducescatter_async(
     elif any(x.ndim == 0 for x in arrays):
         error = ValueError("tried to reducescatter a scalar: it has no rows. Use allreduce.")
     else:
-        error = next((why for x in arrays if (why := unfit(x, "reducescatter", op)) is not None), None)
+        error = next((why for x in arrays if (why := unsupported_reason(x, "reducescatter", op)) is not None), None)
     scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
     want = {"op": "reducescatter", "reduce": getattr(op, "value", str(op)), **scales, **shapes_of(arrays)}
     return process_set.queue().enqueue(want, arrays, name, error)
@@ -242,7 +244,7 @@ def names_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[st
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
 
 
-def unfit(x: jax.Array, what: str, how: ReduceOp) -> Exception | None:
+def unsupported_reason(x: jax.Array, what: str, how: ReduceOp) -> Exception | None:
     """Returns why a reduction does not support an array, or None."""
     floating = jnp.issubdtype(x.dtype, jnp.floating)
     if x.dtype == jnp.bool_ or (how == Adasum and not floating) or (how in (Min, Max) and jnp.iscomplexobj(x)):

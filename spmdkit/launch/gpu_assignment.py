@@ -23,7 +23,7 @@ def gpus(env: Mapping[str, str], devices: Path = DEVICES) -> list[str]:
     return [str(index) for index in range(len(device_files))]
 
 
-def pinned(seen: list[str], num_processes: int, process: int, each: int | None) -> dict[str, str]:
+def visible_gpus(seen: list[str], num_processes: int, process: int, each: int | None) -> dict[str, str]:
     """Returns the variable of one process: its share of `seen`, `each` GPUs or the same number for all processes; empty
     if there are too few GPUs."""
     share = each or len(seen) // num_processes

@@ -41,9 +41,9 @@ from spmdkit.launch import gpu_assignment
 from spmdkit.launch.logs import Logs
 from spmdkit.launch.membership import Elasticity, MembershipHistory
 from spmdkit.launch.output import Output
-from spmdkit.launch.process import say, start
+from spmdkit.launch.process import print_line, start
 from spmdkit.launch.restart_policy import Restarts
-from spmdkit.launch.root_cause import Exit, cause, coded, ended_by, lost
+from spmdkit.launch.root_cause import Exit, cause, describe_exit_code, describe_status, lost
 from spmdkit.launch.supervisor import Child, ReportFile, Supervisor, end, queued_signals
 
 
@@ -131,24 +131,26 @@ def launch(
 
 def _run(job: Job, signals: deque[int], restarts: Restarts) -> int:
     """Starts the job, and restarts it as the policy allows; returns the last exit code."""
-    command, limit = job.command, restarts.left
+    command, limit = job.command, restarts.num_remaining
     while True:
         ended = _Attempt(job, signals).run()
-        wait_s = None if ended.stop_signal is not None else restarts.after(ended.code, ended.newest, ended.before)
+        wait_s = (
+            None if ended.stop_signal is not None else restarts.next_delay_s(ended.code, ended.newest, ended.before)
+        )
         if wait_s is None and restarts.why:
-            say(f"not started again: {restarts.why}")
+            print_line(f"not started again: {restarts.why}")
         resized = None if wait_s is None else _resized(job, command, ended)
         if wait_s is None or resized is None:
             return ended.code
         job = resized
         newest = f"the newest checkpoint is of step {ended.newest}"
-        say(
+        print_line(
             f"starting all processes again in {wait_s:g} s: "
-            f"{'there is no checkpoint yet' if ended.newest is None else newest}; {restarts.left} of {limit} restarts "
-            "are left"
+            f"{'there is no checkpoint yet' if ended.newest is None else newest}; {restarts.num_remaining} of {limit} "
+            "restarts are left"
         )
         if Deadline(wait_s).wait_for(lambda: bool(signals), LAUNCH_POLL_S):
-            say("not started again: the launcher received a signal to stop")
+            print_line("not started again: the launcher received a signal to stop")
             return int(ExitCode.PREEMPTED)
 
 
@@ -170,14 +172,14 @@ def _resized(job: Job, command: list[str], ended: Outcome) -> Job | None:
     before = ended.processes
     size = job.elasticity.resize(before, ended.lost)
     if size is None:
-        say(
+        print_line(
             f"not started again: {ended.lost} of {before} processes are lost, and no smaller number that --elastic "
             "allows divides mesh and batch"
         )
         return None
     processes, extra = size
     if processes != before:
-        say(
+        print_line(
             f"{ended.lost} of {before} processes are lost; the next start has {processes}, with {' '.join(extra)}: the "
             "same examples in each step"
         )
@@ -194,10 +196,10 @@ class _Attempt:
         self._outcome = Outcome(processes=job.num_processes)
         self._membership: MembershipHistory | None = None
         num, gpus = job.num_processes, gpu_assignment.gpus(job.env)
-        self._pinned = [gpu_assignment.pinned(gpus, num, i, job.devices_per_process) for i in range(num)]
+        self._pinned = [gpu_assignment.visible_gpus(gpus, num, i, job.devices_per_process) for i in range(num)]
         if self._pinned[0]:
             assigned = ", ".join(f"{own[gpu_assignment.VISIBLE]} for process {i}" for i, own in enumerate(self._pinned))
-            say(f"{gpu_assignment.VISIBLE}: {assigned}")
+            print_line(f"{gpu_assignment.VISIBLE}: {assigned}")
 
     def run(self) -> Outcome:
         """Starts all processes, and returns when all have exited."""
@@ -213,7 +215,9 @@ class _Attempt:
             outcome.stop_signal = supervisor.run()
             self._poll()
             if service is not None and self._membership is None and (status := service.ended()) is not None:
-                say(f"the process of the coordination service has ended with {status}, which ends all that use it")
+                print_line(
+                    f"the process of the coordination service has ended with {status}, which ends all that use it"
+                )
         finally:
             end(self._children)
             self._logs.close()
@@ -228,19 +232,19 @@ class _Attempt:
         outcome.newest = _newest(self._logs.folder)
         if job.observer is not None:
             job.observer.on_exit(self._children, outcome.stop_signal)
-        self._judge()
+        self._report_outcome()
         return outcome
 
     def _start_all(self, service: ServiceProcess | None) -> Supervisor:
         job = self._job
         supervisor = Supervisor(self._children, self._signals, job.grace_s, self._deaths, self._poll)
         elasticity, membership = job.elasticity, None
-        if service is not None and elasticity is not None and elasticity.wanted is not None:
+        if service is not None and elasticity is not None and elasticity.requested is not None:
             standby = 0 if self._pinned[0] else elasticity.standby  # the GPUs of a standby are not known in advance
             membership = self._membership = MembershipHistory(
                 job.num_processes,
                 elasticity.resize,
-                elasticity.wanted,
+                elasticity.requested,
                 self._start,
                 service,
                 standby,
@@ -303,7 +307,7 @@ class _Attempt:
             supervisor.end_all()
         self._show_output()
 
-    def _judge(self) -> None:
+    def _report_outcome(self) -> None:
         """Prints, at the end of the output, how and why the attempt ended."""
         outcome = self._outcome
         exits = [c.exit for c in self._children if c.exit is not None and not c.is_removed and not c.is_standby]
@@ -312,7 +316,7 @@ class _Attempt:
             return
         outcome.code = first.code
         if first.ended_by_us and outcome.stop_signal is not None:
-            say(f"{self._job.num_processes} processes were killed after signal {outcome.stop_signal}")
+            print_line(f"{self._job.num_processes} processes were killed after signal {outcome.stop_signal}")
             outcome.code = 128 + outcome.stop_signal
         else:
             _explain(first, next(child for child in self._children if child.exit is first))
@@ -361,7 +365,7 @@ def _start(command: list[str], env: Mapping[str, str], pass_fds: Sequence[int]) 
 
 def _explain(first: Exit, child: Child) -> None:
     """Prints the message of the process at fault, at the end of the output."""
-    code = coded(first.code)
+    code = describe_exit_code(first.code)
     if first.code == ExitCode.PREEMPTED:
         line = f"process {first.process} stopped on request with {code}"
     elif first.blamed and list(first.blamed) != [first.process]:
@@ -370,9 +374,9 @@ def _explain(first: Exit, child: Child) -> None:
     elif first.assigned_code is not None:
         line = f"process {first.process} was ended by the launcher ({code})"
     elif first.status < 0:
-        line = f"process {first.process} failed first: {ended_by(first)} ({code})"
+        line = f"process {first.process} failed first: {describe_status(first)} ({code})"
     else:
         line = f"process {first.process} failed first with {code}"
     tail = child.output.tail if child.output is not None else ()
     details = first.message or ("" if first.code == ExitCode.PREEMPTED else "\n".join(tail))
-    say(f"{line}{':' if details else ''}\n{details}".rstrip())
+    print_line(f"{line}{':' if details else ''}\n{details}".rstrip())

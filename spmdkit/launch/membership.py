@@ -23,8 +23,8 @@ from spmdkit.foundation.run_status import step_of
 from spmdkit.foundation.timeouts import IDLE_IN_STEP_S, LEAVE_STEP_S, MEMBERS_READY_S, RESIZE_POLL_S
 from spmdkit.launch.membership_file import MembershipUpdate, parse_ready
 from spmdkit.launch.precompile import Precompile
-from spmdkit.launch.process import busy_ns, say, send, start
-from spmdkit.launch.root_cause import ended_by, lost
+from spmdkit.launch.process import busy_ns, print_line, send, start
+from spmdkit.launch.root_cause import describe_status, lost
 from spmdkit.launch.standby import Standbys
 from spmdkit.launch.supervisor import Child, ReportFile
 
@@ -39,7 +39,7 @@ MIN_PROCESSES = 2
 Resize = Callable[[int, int], "tuple[int, list[str]] | None"]
 """(processes before, lost) -> (processes of the next generation, `key=value` overrides of their config), None if no
 number is possible."""
-Wanted = Callable[[int], "tuple[int, list[str]] | None"]
+RequestedSize = Callable[[int], "tuple[int, list[str]] | None"]
 """Number of processes now -> the same tuple for more processes, None if no more are requested."""
 
 
@@ -47,7 +47,9 @@ class Elasticity(NamedTuple):
     """How the number of processes of a job changes (elastic/sizes.py)."""
 
     resize: Resize  # the number of processes after a loss
-    wanted: Wanted | None = None  # the number of processes that the job should have now; None: it stops at a loss
+    requested: RequestedSize | None = (
+        None  # the number of processes that the job should have now; None: it stops at a loss
+    )
     standby: int = 0  # spare processes that replace lost ones (standby.py)
     precompile: Precompile | None = None  # compiles for other numbers of processes in advance
 
@@ -67,14 +69,14 @@ class MembershipHistory:
         self,
         num: int,
         resize: Resize,
-        wanted: Wanted,
+        requested: RequestedSize,
         newcomer: Callable[[int, Mapping[str, str], Sequence[int], Sequence[str]], Child],
         service_process: ServiceProcess,
         standby: int = 0,
         precompile: Precompile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._resize, self._wanted, self._newcomer, self._clock = resize, wanted, newcomer, clock
+        self._resize, self._requested, self._newcomer, self._clock = resize, requested, newcomer, clock
         self._update = MembershipUpdate(1, tuple(range(num)), service="given by the environment")
         self._file = ReportFile()
         self._file.write(self._update.text())
@@ -123,7 +125,7 @@ class MembershipHistory:
             self._stopped.discard(child.process)
             return True
         if self._planned is not None and child.process in self._planned.members[len(self._update.members) :]:
-            say(f"process {child.process}, which was to join, has ended; {len(self.members)} continue as before")
+            print_line(f"process {child.process}, which was to join, has ended; {len(self.members)} continue as before")
             self._refused = len(self._planned.members)  # requested again when the number changes
             self._cancel(self._planned)
             return True
@@ -135,7 +137,7 @@ class MembershipHistory:
             return False
         if self._planned is not None:
             self._cancel(self._planned)
-        self._change_members(living, child.process, size, f"process {child.process}: {ended_by(child.exit)}")
+        self._change_members(living, child.process, size, f"process {child.process}: {describe_status(child.exit)}")
         return True
 
     def _change_members(self, living: list[int], dead: int, size: tuple[int, list[str]], why: str) -> None:
@@ -160,7 +162,7 @@ class MembershipHistory:
         self._file.write(self._update.text())
         self._since = self._clock()
         places = f"; a standby takes the place of process {' and '.join(map(str, replaced))}" if replaced else ""
-        say(
+        print_line(
             f"{why}; {len(living)} continue without a restart, as {len(members)} processes (generation "
             f"{self._update.number}){places}"
         )
@@ -194,7 +196,7 @@ class MembershipHistory:
         if self._since is not None:
             if gone or now - self._since > MEMBERS_READY_S:
                 self.failure = f"process {gone[0]} has ended" if gone else f"not all came within {MEMBERS_READY_S:g} s"
-                say(f"generation {self._update.number} is abandoned: {self.failure}")
+                print_line(f"generation {self._update.number} is abandoned: {self.failure}")
                 self._since = None
                 return False
             if all(self._is_ready(p, self._update.number) for p in self._update.members):
@@ -211,7 +213,7 @@ class MembershipHistory:
             if all(step is not None and step > self._step_at_change for step in self._steps(self._update.members)):
                 self._standbys.fill()  # not earlier: it takes a core that all members wait for
                 self._precompile.poll()
-            self._grow()
+            self._add_processes()
         return True
 
     def _kill_stuck(self, now: float, is_late: bool) -> None:
@@ -224,7 +226,7 @@ class MembershipHistory:
                 continue
             if is_late or (phase != "data" and self._is_idle(child, now)):
                 why = f"within {LEAVE_STEP_S:g} s" if is_late else "and is idle"
-                say(f"process {process} does not finish its step {why}, and is killed")
+                print_line(f"process {process} does not finish its step {why}, and is killed")
                 self._killed.append(child)
                 send(child.popen.pid, signal.SIGKILL)
 
@@ -262,19 +264,19 @@ class MembershipHistory:
         for service_process in self._service_processes[:-1]:
             service_process.shutdown()  # it runs while a process is connected
 
-    def _grow(self) -> None:
+    def _add_processes(self) -> None:
         """Starts newcomers if more processes are requested; the others train until the newcomers can join."""
         now = len(self._update.members)
-        size = self._wanted(now)
+        size = self._requested(now)
         if size is None or size[0] <= now or size[0] == self._refused:
             self._refused = 0 if size is None else self._refused
             return
         free = [p for p in range(size[0] + len(self._children)) if p not in self._update.members]
         added = free[: size[0] - now]
-        members, why = (*self._update.members, *added), f"{size[0]} processes are wanted"
+        members, why = (*self._update.members, *added), f"{size[0]} processes are requested"
         number, overrides = self._update.number + 1, tuple(size[1])
         self._planned = MembershipUpdate(number, members, planned=True, overrides=overrides, why=why)
-        say(f"{why} instead of {now}: {len(added)} more are started, and join as soon as they can")
+        print_line(f"{why} instead of {now}: {len(added)} more are started, and join as soon as they can")
         self._prepare(size[0])
         for process in added:
             self._start(process, self._planned)

@@ -45,7 +45,7 @@ class Output:
             self._readers.append(threading.Thread(target=_copy, args=arguments, daemon=True))
             self._readers[-1].start()
 
-    def run_out(self) -> None:
+    def drain(self) -> None:
         """Waits until the last lines of an exited process are copied."""
         for reader in self._readers:
             reader.join(timeout=1.0)

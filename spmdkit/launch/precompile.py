@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmdkit.foundation.constants import COMPILE_ONLY
-from spmdkit.launch.process import say, start
+from spmdkit.launch.process import print_line, start
 
 NICENESS = 19
 """The lowest priority of `nice`."""
@@ -45,7 +45,7 @@ class Precompile:
                 return
             if code := self._running.returncode:
                 message = f"compiling ahead for {self._size} processes has failed with {code}"
-                say(f"{message}: such a generation compiles itself")
+                print_line(f"{message}: such a generation compiles itself")
             self._running = None
         if self._left:
             self._size, arguments = self._left.popitem()

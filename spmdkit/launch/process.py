@@ -53,7 +53,7 @@ def start(command: list[str], env: Mapping[str, str] | None = None, **options: A
     return _lasting_thread.submit(lambda: subprocess.Popen(command, env=environment, **options)).result()
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Prints a line of the launcher."""
     print(line, file=sys.stderr, flush=True)
 

@@ -27,12 +27,12 @@ class Restarts:
     """
 
     def __init__(self, most: int):
-        self.left, self.why = most, ""
+        self.num_remaining, self.why = most, ""
         self._may = most > 0
         self._idle = self._waits = 0
         self._newest = -1
 
-    def after(self, code: int, newest: int | None, before: int | None = None) -> float | None:
+    def next_delay_s(self, code: int, newest: int | None, before: int | None = None) -> float | None:
         """Returns the seconds until the next attempt, None if there is none.
 
         Args:
@@ -50,9 +50,9 @@ class Restarts:
             self.why = f"{MAX_IDLE} attempts in a row have committed no step"
             return None
         if code != ExitCode.PREEMPTED:
-            if self.left == 0:
+            if self.num_remaining == 0:
                 self.why = "no restart is left (--max-restarts)"
                 return None
-            self.left -= 1
+            self.num_remaining -= 1
         self._waits += 1
         return min(RESTART_LONGEST_WAIT_S, RESTART_FIRST_WAIT_S * 2.0 ** (self._waits - 1))

@@ -31,7 +31,7 @@ class Exit:
         return 128 - self.status if self.status < 0 else self.status
 
 
-def ended_by(exit: Exit) -> str:
+def describe_status(exit: Exit) -> str:
     """Returns `ended by SIGKILL`, or the description of an exit code."""
     if exit.status >= 0 or exit.assigned_code is not None:
         return outcome(exit.code)
@@ -39,7 +39,7 @@ def ended_by(exit: Exit) -> str:
     return f"ended by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
 
 
-def coded(code: int) -> str:
+def describe_exit_code(code: int) -> str:
     """Returns `exit code 76, a watchdog ended a hang`; only the number if the code is not one of spmdkit's."""
     known = code in {int(known) for known, _ in OUTCOMES.values()}
     return f"exit code {code}" + (f", {outcome(code)}" if known else "")

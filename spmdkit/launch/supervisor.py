@@ -22,7 +22,7 @@ from spmdkit.foundation.run_status import step_of
 from spmdkit.foundation.timeouts import ERROR_COLLECT_S, FAILED_GRACE_S, LAUNCH_POLL_S, SILENT_PROCESS_S, STACKS_WRITE_S
 from spmdkit.launch.output import Output
 from spmdkit.launch.process import exit_status, is_stopped, send
-from spmdkit.launch.root_cause import Exit, ended_by
+from spmdkit.launch.root_cause import Exit, describe_status
 
 
 class ReportFile:
@@ -203,7 +203,7 @@ class Supervisor:
         reason."""
         if self._deaths is None or exit.code in (0, ExitCode.PREEMPTED):
             return
-        message = exit.message.splitlines()[0][:500] if exit.message else ended_by(exit)
+        message = exit.message.splitlines()[0][:500] if exit.message else describe_status(exit)
         members = list(self.members())
         rank = members.index(exit.process) if exit.process in members else exit.process
         self._dead[rank] = {"exit": exit.code, "message": message}
@@ -238,7 +238,7 @@ def end(children: Sequence[Child]) -> None:
         child.popen.wait()
     for child in children:
         if child.output is not None:
-            child.output.run_out()
+            child.output.drain()
         for note in (child.errors, child.beats, child.step):
             note.close()
 

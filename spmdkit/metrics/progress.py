@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TextIO
 
 from spmdkit.foundation.formatting import format_duration, format_seconds, visible
-from spmdkit.metrics.progress_lines import evaluation_line, place, training_line
+from spmdkit.metrics.progress_lines import evaluation_line, step_position, training_line
 
 RECENT_RECORDS = 16  # the time left uses the pace of these records, including evaluations and saves
 
@@ -103,9 +103,11 @@ class Progress:
         if self._is_off:
             return
         if self._bar:
-            self._bar.words = visible(training_line(record, self._unit, self._left(step), columns=self._bar.columns))
+            self._bar.text = visible(
+                training_line(record, self._unit, self._remaining(step), columns=self._bar.columns)
+            )
         else:
-            self.message(training_line(record, self._unit, self._left(step), place(step, self._total)))
+            self.message(training_line(record, self._unit, self._remaining(step), step_position(step, self._total)))
 
     def message(self, text: str) -> None:
         """Shows a line, such as the run directory or a saved checkpoint. Not truncated, since it may contain a path."""
@@ -128,7 +130,7 @@ class Progress:
     def _mark(self, step: int) -> None:
         self._marks.append((step, self._clock()))
 
-    def _left(self, step: int) -> str:
+    def _remaining(self, step: int) -> str:
         (first_step, first_time), (last_step, last_time) = self._marks[0], self._marks[-1]
         if step >= self._total:
             return "done"

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spmdkit.metrics.progress_lines import MAX_COLUMNS, place
+from spmdkit.metrics.progress_lines import MAX_COLUMNS, step_position
 
 REFRESH_PER_S = 4  # a redraw takes about 1 ms of the interpreter: more would slow down steps of 2 ms
 STYLES = (
@@ -29,7 +29,7 @@ class Bar:
     def __init__(self, out: Any, total_steps: int) -> None:
         self.console = Console(file=out, force_terminal=True)
         self.columns = min(self.console.width, MAX_COLUMNS) - 1  # the last column makes some terminals wrap
-        self.step, self.words, self._total = 0, "", total_steps
+        self.step, self.text, self._total = 0, "", total_steps
         self._busy: RenderableType | None = None
         self._live = Live(console=self.console, get_renderable=self._rows, refresh_per_second=REFRESH_PER_S)
         self.start, self.stop = self._live.start, self._live.stop  # stop redraws and shows the cursor
@@ -51,8 +51,8 @@ class Bar:
         if self._busy is not None:
             return self._busy
         steps = Table.grid(padding=(0, 1), expand=True)
-        steps.add_row(Text(place(self.step, self._total), "bold"), ProgressBar(max(1, self._total), self.step))
-        words = Text(self.words, no_wrap=True, overflow="ellipsis")
+        steps.add_row(Text(step_position(self.step, self._total), "bold"), ProgressBar(max(1, self._total), self.step))
+        text = Text(self.text, no_wrap=True, overflow="ellipsis")
         for pattern, style in STYLES:
-            words.highlight_regex(pattern, style=style)
-        return Constrain(Group(steps, words), self.columns)
+            text.highlight_regex(pattern, style=style)
+        return Constrain(Group(steps, text), self.columns)

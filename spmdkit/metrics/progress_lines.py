@@ -11,7 +11,7 @@ from spmdkit.metrics.jsonl import FIRST_KEYS, LAST_KEYS, plain_number
 MAX_COLUMNS = 100
 
 
-def place(step: int, total_steps: int) -> str:
+def step_position(step: int, total_steps: int) -> str:
     """Returns `step  120/2000`, with the same width at every step."""
     return f"step {step:>{len(str(total_steps))}}/{total_steps}"
 
@@ -27,7 +27,9 @@ def training_line(record: Mapping[str, Any], unit: str, left: str, start: str = 
 def evaluation_line(record: Mapping[str, Any], total_steps: int) -> str:
     """Returns the line of a record with `split`, its numbers aligned with those of the training lines."""
     start = f"step {record['step']:>{len(str(total_steps))}} {record['split']}"
-    return _fit([start.ljust(len(place(0, total_steps))), _loss(record)], list(_others(record)), [], MAX_COLUMNS)
+    return _fit(
+        [start.ljust(len(step_position(0, total_steps))), _loss(record)], list(_others(record)), [], MAX_COLUMNS
+    )
 
 
 def _fit(first: list[str], optional: list[str], last: list[str], columns: int) -> str:

@@ -96,7 +96,7 @@ def attention(
     )
     positions = positions_BT[None] if positions_BT is not None and positions_BT.ndim == 1 else positions_BT
     k_BSKH, v_BSKH = (_repeated(context, x) for x in (k_BSKH, v_BSKH))
-    ids, *operands = _alike(context, (Keys(None, None, segment_ids_BT, positions), q_BTNH, k_BSKH, v_BSKH))
+    ids, *operands = _typed_alike(context, (Keys(None, None, segment_ids_BT, positions), q_BTNH, k_BSKH, v_BSKH))
     out_BTNH: jax.Array = _differentiable(call, ids)(ids, *operands)
     if segment_ids_BT is not None:
         out_BTNH = jnp.where(segment_ids_BT[:, :, None, None] < 0, 0, out_BTNH)
@@ -163,7 +163,7 @@ def _forward(call: _Call) -> Any:
         if axis_size("sequence") > 1:
             out, lse = ring_attention.forward(*call.fixed, q, keys)
         else:
-            mask = keys.seen_by(keys, call.causal)
+            mask = keys.mask_for(keys, call.causal)
             out, lse = call.implementation.forward(q, keys.k, keys.v, mask, call.scale)
         return out.astype(q.dtype), lse
 
@@ -190,7 +190,7 @@ def _backward(call: _Call) -> Any:
         if axis_size("sequence") > 1:
             grads = ring_attention.backward(*call.fixed, q, ids._replace(k=k, v=v), out, lse, dout)
         else:
-            mask = ids.seen_by(ids, call.causal)
+            mask = ids.mask_for(ids, call.causal)
             grads = call.implementation.backward(q, k, v, out, lse, dout, mask, call.scale)
         return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
 
@@ -202,7 +202,7 @@ def _keys_dims(keys: Keys) -> Any:
     return Keys(HEADS, HEADS, ROWS, (None, "sequence") if one_row else ROWS)
 
 
-def _alike(context: trace_context.Context, operands: Any) -> Any:
+def _typed_alike(context: trace_context.Context, operands: Any) -> Any:
     """Inside `shard_map`: returns the operands, all typed as varying over the axes over which any of them or the
     sequence varies."""
     varying = set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands)))

@@ -58,7 +58,7 @@ class Keys(NamedTuple):
     segments: Any = None
     positions: Any = None
 
-    def seen_by(self, queries: Keys, causal: bool) -> Mask:
+    def mask_for(self, queries: Keys, causal: bool) -> Mask:
         """Returns the mask of the tokens of `queries` over these keys."""
         return Mask(causal, queries.segments, self.segments, queries.positions, self.positions)
 
@@ -74,7 +74,7 @@ def forward(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out float32[B, T, N, H], lse float32[B, T, N])."""
-    cut = _Cut(q_BTNH, k_BSKH, mask)
+    cut = _Blocks(q_BTNH, k_BSKH, mask)
     q_nBKGtH, k_nBKsH, v_nBKsH = cut.queries(q_BTNH), cut.keys(k_BSKH), cut.keys(v_BSKH)
     lead = q_nBKGtH.shape[:-1]
     start = (jnp.zeros(q_nBKGtH.shape, jnp.float32), jnp.full(lead, -jnp.inf), jnp.zeros(lead, jnp.float32))
@@ -101,7 +101,7 @@ def backward(
     q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, out_BTNH: Any, lse_BTN: Any, dout_BTNH: Any, mask: Mask, scale: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (dq, dk, dv) in float32; `lse` and `out` may cover more keys than these."""
-    cut = _Cut(q_BTNH, k_BSKH, mask)
+    cut = _Blocks(q_BTNH, k_BSKH, mask)
     delta_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH.astype(jnp.float32)).sum(-1)
     q_nBKGtH, k_nBKsH, v_nBKsH = cut.queries(q_BTNH), cut.keys(k_BSKH), cut.keys(v_BSKH)
     dout_nBKGtH = cut.queries(dout_BTNH.astype(q_BTNH.dtype))
@@ -143,7 +143,7 @@ def merge(out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array
     return joined, jnp.where(total == 0, -jnp.inf, top + jnp.log(divisor))
 
 
-class _Cut:
+class _Blocks:
     """Queries and keys split into blocks; the last block is padded with zeros."""
 
     def __init__(self, q_BTNH: jax.Array, k_BSKH: jax.Array, mask: Mask):

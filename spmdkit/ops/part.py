@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.mesh.mesh import MODEL_AXES, dim_axes
-from spmdkit.ops.remat import everything_but_gathered
+from spmdkit.ops.remat import save_all_but_gathered
 from spmdkit.ops.residuals import Linearized, floats
 from spmdkit.step import trace_context
 from spmdkit.step.checks.implicit_psum import refuse_summed, traced
@@ -131,7 +131,7 @@ def differentiable(part: Part) -> Callable[..., Any]:
 
     @call.defjvp
     def of_tangents(args: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
-        keeping, linear = _keeping(part, args)
+        keeping, linear = _with_residuals(part, args)
         out = keeping.bind(*args)
         residuals = tuple(checkpoint_name(x, mark) for x, mark in zip(out[num_out:], linear.marks, strict=True))
         of_args, of_results = floats(args), floats(part.local_shapes)
@@ -202,13 +202,13 @@ def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[Partitio
 def _linearized(part: Part, shards: Sequence[jax.Array], before: Linearized | None = None) -> Linearized:
     """Returns the linearized body at `shards`, with the same residuals as the trace `before`."""
     remat = part.context.options.remat
-    trace = Linearized(part.body, shards, everything_but_gathered if remat is None else remat.in_parts)
+    trace = Linearized(part.body, shards, save_all_but_gathered if remat is None else remat.in_parts)
     if before is not None and trace.made_by != before.made_by:
         raise RuntimeError(f"two traces of one sk.manual part keep different values: {before.made_by}, {trace.made_by}")
     return trace
 
 
-def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
+def _with_residuals(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
     """Returns (the part that returns its residuals after its results, the trace that defines them). Each residual has a
     leading dim that is sharded over the axes along which it varies."""
     traces: list[Linearized] = []
@@ -224,7 +224,7 @@ def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
             return (*out, *(x[None] for x in residuals))
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
-    with compat.outside_of_spmd_vmaps():
+    with compat.hide_spmd_vmap_axes():
         jax.eval_shape(jax.shard_map(probe, mesh=part.mesh, in_specs=part.in_specs, out_specs=PartitionSpec()), *shapes)
     (linear,) = traces
     # The axes of replicas and pipeline stages belong to an enclosing vmap.

@@ -51,7 +51,7 @@ def policy(remat: str) -> Remat | None:
     return Remat(_or_kept(in_parts), in_parts)
 
 
-def everything_but_gathered(prim: Any, *args: Any, **params: Any) -> bool:
+def save_all_but_gathered(prim: Any, *args: Any, **params: Any) -> bool:
     """The policy of parts without remat: a gathered array is N times its shard, so it is not saved; neither are layout
     changes."""
     return prim.name not in _GATHERED

@@ -49,7 +49,7 @@ def forward(
         source = (index - step) % num
 
         def full_block() -> Pair:
-            mask = passed.seen_by(own, causal and not is_full)
+            mask = passed.mask_for(own, causal and not is_full)
             return merge(*state, *implementation.forward(q, passed.k, passed.v, mask, scale))
 
         if not causal or not is_full:
@@ -57,7 +57,7 @@ def forward(
         if order() == "contiguous":
             new: Pair = lax.cond(source < index, full_block, lambda: state)
             return new
-        two = _Two(source < index)
+        two = _ZigZagBlocks(source < index)
         mask = Mask(False, *two.segments(own, passed))
         out, lse = implementation.forward(two.queries(q), two.keys(passed.k), two.keys(passed.v), mask, scale)
         return two.merge(state, (out, lse))
@@ -67,7 +67,7 @@ def forward(
         return (_shift(passed), add(state, passed, number)), None
 
     passed = _shift(own)
-    out, lse = implementation.forward(q, own.k, own.v, own.seen_by(own, causal), scale)
+    out, lse = implementation.forward(q, own.k, own.v, own.mask_for(own, causal), scale)
     state = (out.astype(jnp.float32), lse)
     if num > 2:
         (passed, state), _ = lax.scan(step, (passed, state), jnp.arange(1, num - 1))
@@ -89,7 +89,7 @@ def backward(
         source = (index - step) % num
 
         def full_block() -> tuple[jax.Array, Pair]:
-            mask = passed.seen_by(own, causal and not is_full)
+            mask = passed.mask_for(own, causal and not is_full)
             new, dk, dv = _float32(implementation.backward(q, passed.k, passed.v, out, lse, dout, mask, scale))
             return dq + new, (dk, dv)
 
@@ -99,7 +99,7 @@ def backward(
             skipped = lambda: (dq, (_zeros(passed.k), _zeros(passed.v)))
             grads: tuple[jax.Array, Pair] = lax.cond(source < index, full_block, skipped)
             return grads
-        two = _Two(source < index)
+        two = _ZigZagBlocks(source < index)
         mask = Mask(False, *two.segments(own, passed))
         k, v = two.keys(passed.k), two.keys(passed.v)
         block_grads = implementation.backward(*(two.queries(q), k, v), *map(two.queries, (out, lse, dout)), mask, scale)
@@ -113,7 +113,7 @@ def backward(
         return (following, jax.tree.map(jnp.add, arrived, new), dq), None
 
     passed = _shift(own)
-    dq, dk, dv = _float32(implementation.backward(q, own.k, own.v, out, lse, dout, own.seen_by(own, causal), scale))
+    dq, dk, dv = _float32(implementation.backward(q, own.k, own.v, out, lse, dout, own.mask_for(own, causal), scale))
     following = _shift(passed) if num > 2 else passed
     dq, moving = add(dq, passed, 1)
     passed = following
@@ -144,7 +144,7 @@ def _is_full(causal: bool, own: Keys) -> bool:
     return causal and own.positions is None
 
 
-class _Two:
+class _ZigZagBlocks:
     """The two full blocks of a device's queries and another device's keys in zig-zag order, stacked along the examples:
     the later half of the queries with the earlier half of the keys; and the earlier halves of both if the keys' device
     precedes this device, else the later halves of both."""

@@ -40,7 +40,7 @@ def import_ray() -> Any:
     return ray
 
 
-def here() -> str:
+def process_name() -> str:
     """Returns the name of this process in events."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
@@ -63,14 +63,14 @@ class ServerActor:
         if self._server is None:
             raise RuntimeError(self._error)
         response = getattr(self._server, method)(*args)
-        return {**response, "where": here()} if method == "status" else response
+        return {**response, "where": process_name()} if method == "status" else response
 
 
 class WorkerActor:
     """A `Worker` in a separate process, with separate devices."""
 
     def where(self) -> str:
-        return here()
+        return process_name()
 
     def run(
         self, values: dict[str, Any], source: str | None, number: int, incarnation: int, servers: list[Any]

@@ -98,7 +98,7 @@ class GradientStep:
         unused: dict[str, Any] = dict.fromkeys(("optimizer", "learning_rate", "ema", "checkpoint"))
         config = replace_keys(synchronous(config), unused | {"eval": {}, "on_nonfinite": "continue"})
         changes: dict[str, Any] = dict.fromkeys(("loss_fn", "eval_data", "eval_fn")) | {"hooks": ()}
-        changes |= {"train_step": _gradient_step(task), "optimizer": _keep_gradient()}
+        changes |= {"train_step": _gradient_step(task), "optimizer": _gradient_recorder()}
         self.program = Program(config, dataclasses.replace(task, **changes), devices)
         with turn:
             self._state = jax.block_until_ready(self.program.init())
@@ -138,7 +138,7 @@ class GradientStep:
         return Gradient(arrays, loss, weight, metrics, tuple(wrong), state)
 
 
-def _keep_gradient() -> optax.GradientTransformation:
+def _gradient_recorder() -> optax.GradientTransformation:
     """Returns an optimizer that stores the last gradient as its state, with updates of zero."""
     zeros: Callable[[Any], Any] = lambda tree: jax.tree.map(jnp.zeros_like, tree)
     return optax.GradientTransformation(

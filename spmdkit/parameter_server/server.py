@@ -236,9 +236,9 @@ class Server:
         """Returns whether a batch is closed for all leaves, even if only some have applied it."""
         if any(p.batch == batch for p in self._pending) or all(batch in part.completed for part in self._groups):
             return True
-        return self.applied < self._rules.steps and not any(self._lacks(part, batch) for part in self._groups)
+        return self.applied < self._rules.steps and not any(self._is_missing(part, batch) for part in self._groups)
 
-    def _lacks(self, part: LeafGroup, batch: int) -> bool:
+    def _is_missing(self, part: LeafGroup, batch: int) -> bool:
         return part.applied < self._rules.steps and batch not in part.completed
 
     def _process_push(self, push: Push) -> Response:
@@ -270,7 +270,7 @@ class Server:
     def _update(self, pushes: list[Push], staleness: int) -> None:
         """Applies the mean of gradients to each leaf, without those that the leaf has already applied."""
         assert self._state is not None
-        of_groups = [[push for push in pushes if self._lacks(part, push.batch)] for part in self._groups]
+        of_groups = [[push for push in pushes if self._is_missing(part, push.batch)] for part in self._groups]
         gradient: Arrays = {}
         for part, missing in zip(self._groups, of_groups, strict=True):
             gradient |= mean_of(missing or pushes, part.paths)

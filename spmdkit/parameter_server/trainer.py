@@ -62,7 +62,7 @@ class ParameterServerTrainer:
         self._roles = Roles(config, program.task)
         return config
 
-    def compile(self, run: Run, cache: Programs, limit_bytes: int | None, keeps_memory: bool) -> None:
+    def compile(self, run: Run, cache: Programs, limit_bytes: int | None, retain_memory: bool) -> None:
         pass  # workers compile their steps
 
     def train(self, run: Run, state: TrainState) -> tuple[TrainState, Stop | None]:
@@ -152,14 +152,14 @@ class _Monitor:
         counts = {"servers": self._servers, "workers": coordinator.num_workers, "worker_mesh": of_worker}
         run.events.write("roles", step=run.step, coordinator=run.cluster.process_index, **counts)
         with phase.during("servers"):
-            self._tell(coordinator.start())
+            self._report(coordinator.start())
             coordinator.wait_for_workers(SERVER_WORKERS_S)
             coordinator.install()
         while True:
             if self._is_stopping():
                 return self._stopped(Stop(Preempted.exit_code))
             stats = coordinator.watch()
-            self._tell(stats.events)
+            self._report(stats.events)
             self._note(stats)
             self._check_skipped(stats)
             self._join()
@@ -176,9 +176,9 @@ class _Monitor:
         except (OSError, ValueError):
             return
         while self.coordinator.num_workers < requested:
-            self._tell([self.coordinator.join()])
+            self._report([self.coordinator.join()])
 
-    def _tell(self, events: Any) -> None:
+    def _report(self, events: Any) -> None:
         for event, fields in events:
             self.run.events.write(event, **{"step": self.run.step, **fields})
             if "lost" in event or "restored" in event:
@@ -215,7 +215,7 @@ class _Monitor:
         """Evaluates and saves the final state, and returns it."""
         run = self.run
         while (snapshot := self.coordinator.snapshot()) is None:
-            self._tell(self.coordinator.watch().events)
+            self._report(self.coordinator.watch().events)
             time.sleep(SERVER_POLL_S)
         state = self._placed(*snapshot)
         self._log(self.coordinator.watch())

@@ -147,7 +147,7 @@ def read_bill(
                 loop_names=tuple(loop.name for loop in visit.loops),
             )
             collectives.append((visit.branches, collective))
-    return Bill(tuple(_dearest_branches(collectives)), dict(sizes))
+    return Bill(tuple(_most_expensive_branches(collectives)), dict(sizes))
 
 
 def _factor(op: str, n: int) -> Fraction:
@@ -159,7 +159,7 @@ def _factor(op: str, n: int) -> Fraction:
     )
 
 
-def _dearest_branches(rows: Sequence[tuple[Any, Collective]]) -> Iterable[Collective]:
+def _most_expensive_branches(rows: Sequence[tuple[Any, Collective]]) -> Iterable[Collective]:
     """Marks the collectives in all but the most expensive branch of each conditional as not counted, inner conditionals
     first."""
     outside: set[int] = set()

@@ -62,7 +62,7 @@ class CompiledStep:
         """Returns the line of a config key, `configs/gpt.yaml:12`; None if the config was not read from a file."""
         return self.program.config.where(key).rpartition(": ")[0] or None
 
-    def matters(self, collective: Collective) -> bool:
+    def is_significant(self, collective: Collective) -> bool:
         """Returns whether a collective is large in absolute terms and relative to its program."""
         return collective.bytes_at_least >= max(MIN_WIRE_BYTES, self.bill.bytes_at_least // 50)
 

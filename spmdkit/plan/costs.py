@@ -95,7 +95,7 @@ def _update_bytes(fused: Computation, root: Instruction, whole: int) -> int:
     """Returns the bytes that a fusion writes: for an in-place update, those of the update; for a tuple, the sum."""
     if root.opcode == "tuple":
         return sum(_update_bytes(fused, result, _in_memory(result)) for result in fused.operands(root))
-    root = fused.behind(root, ("bitcast", "reshape"))
+    root = fused.producer(root, ("bitcast", "reshape"))
     if root.opcode == "dynamic-update-slice" and (update := fused.operand(root, 1)) is not None:
         return update.bytes
     return whole

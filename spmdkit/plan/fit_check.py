@@ -140,7 +140,7 @@ def _name(cluster: Cluster) -> str:
 
 
 def start_plan_thread(
-    program: Program, cluster: Cluster, directory: Path, say: Callable[[str], None], note: Callable[..., None]
+    program: Program, cluster: Cluster, directory: Path, print_line: Callable[[str], None], note: Callable[..., None]
 ) -> Callable[[], None]:
     """Starts a thread that writes the plan of a compiled step into the run directory. Returns a function that waits for
     the thread with a timeout.
@@ -161,7 +161,7 @@ def start_plan_thread(
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             with contextlib.suppress(Exception):
                 note("plan_failed", error=text)
-                say(f"note: the plan of this run could not be written ({text}); the run continues without it")
+                print_line(f"note: the plan of this run could not be written ({text}); the run continues without it")
         finally:
             sys.setswitchinterval(before)
 

@@ -29,17 +29,18 @@ _ACCELERATORS = ("nvidia0", "kfd", "accel0", "vfio/0")
 """Device files of GPUs and TPUs, under /dev."""
 
 
-def one_arena(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
+def use_one_arena(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
     """Makes all later threads share one arena if the config's `devices` are CPU devices; returns whether it did.
 
     Raises:
         ConfigError: SPMDKIT_ALLOCATOR has an unknown value.
     """
-    return _asked(environ) and _on_cpu(devices, environ) and glibc() is not None and _set(_ARENA_MAX, 1)
+    return _requested(environ) and _on_cpu(devices, environ) and glibc() is not None and _set(_ARENA_MAX, 1)
 
 
-def keep_memory() -> bool:
-    """Trims the heap now and disables trimming; returns whether the allocator accepted it. Call `one_arena` first."""
+def disable_trimming() -> bool:
+    """Trims the heap now and disables trimming; returns whether the allocator accepted it. Call `use_one_arena`
+    first."""
     accepted = _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, -1)
     ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
     return accepted
@@ -63,13 +64,13 @@ def describe(environ: Mapping[str, str]) -> str:
     version = glibc()
     if version is None:
         return "not glibc: unchanged"
-    if _asked(environ):
+    if _requested(environ):
         return f"glibc {version}, train on CPU reuses a step's memory for the next ({SWITCH}=system disables this)"
     why = f"{SWITCH}=system" if SWITCH in environ else f"{_own_setting(environ)} is set"
     return f"glibc {version}, unchanged ({why})"
 
 
-def _asked(environ: Mapping[str, str]) -> bool:
+def _requested(environ: Mapping[str, str]) -> bool:
     choice = environ.get(SWITCH)
     if choice is None:
         return _own_setting(environ) is None

@@ -40,7 +40,7 @@ def choices(config: Config, batch_shards: int) -> list[list[dict[str, Any]]]:
 
 
 def choose(
-    among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Callable[[Changes], Any], say: Say
+    among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Callable[[Changes], Any], print_line: Say
 ) -> Any:
     """Returns the program of the first candidate that fits, compiled. Raises ConfigError if no candidate fits.
 
@@ -55,27 +55,32 @@ def choose(
     def tried(changes: Changes) -> Any:
         program = make(changes)
         verdict = "fits" if program.step_bytes.fits(limit_bytes) else "does not fit"
-        say(f"auto: {_described(changes)}: a step needs {_needs(program.step_bytes)}{limit} per device, {verdict}")
+        print_line(
+            f"auto: {_described(changes)}: a step needs {_format_needed(program.step_bytes)}{limit} per device, "
+            f"{verdict}"
+        )
         return program
 
     needed = list[StepBytes]()
     for variants in among:
-        chosen, program = _mildest(variants, limit_bytes, tried)
+        chosen, program = _first_that_fits(variants, limit_bytes, tried)
         needed.append(program.step_bytes)
         if needed[-1].fits(limit_bytes):
-            needs = f"a step needs {_needs(needed[-1])}{limit} per device"
+            needs = f"a step needs {_format_needed(needed[-1])}{limit} per device"
             program.notes.append(f"auto chose {_described(chosen)}: {needs}")
             return program
     smallest = min(needed, key=lambda x: (bool(x.refused), x.peak_bytes))
     raise ConfigError(
         f"{' and '.join(among[0][0])}: auto found no step that fits: the smallest of {len(among)} x {len(among[0])} "
-        f"choices needs {_needs(smallest)} per device, the limit is "
+        f"choices needs {_format_needed(smallest)} per device, the limit is "
         f"{format_bytes(limit_bytes) if limit_bytes else 'what the compiler allows'}. Use more devices, a larger "
         "mesh.fsdp or mesh.tensor, a smaller batch_size, or offload: [optimizer]."
     )
 
 
-def _mildest(variants: Sequence[Changes], limit: int | None, tried: Callable[[Changes], Any]) -> tuple[Changes, Any]:
+def _first_that_fits(
+    variants: Sequence[Changes], limit: int | None, tried: Callable[[Changes], Any]
+) -> tuple[Changes, Any]:
     """Returns the first variant that fits, or the last variant, with its program. Memory decreases along `variants`."""
     first = tried(variants[0])
     if first.step_bytes.fits(limit) or len(variants) == 1:
@@ -98,7 +103,7 @@ def _described(changes: Changes) -> str:
     return ", ".join(f"{key} {value}" for key, value in changes.items())
 
 
-def _needs(needed: StepBytes) -> str:
+def _format_needed(needed: StepBytes) -> str:
     """Returns the bytes as text; for a step that the compiler rejects, the lower bound that it reports."""
     return f"{'more than ' if needed.refused else ''}{format_bytes(needed.peak_bytes)}"
 

@@ -89,9 +89,9 @@ class Executables:
                 os.replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
-            self._make_room()
+            self._evict()
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         """Removes partial files and the least recently used entries until the total size fits `max_bytes`."""
         entries = []
         for path in self.folder.iterdir():

@@ -93,7 +93,7 @@ def open_program(
     task: Task,
     devices: Sequence[jax.Device],
     limit_bytes: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    print_line: Callable[[str], None] = lambda line: None,
 ) -> Program:
     """Returns the program of a config. `auto` settings are selected by compiled memory.
 
@@ -109,4 +109,4 @@ def open_program(
     among = auto.choices(config, mesh.count(sizes, mesh.BATCH_AXES))
     first = Program(replace_keys(config, among[0][0]), task, devices)
     make = lambda changes: first if changes == among[0][0] else first.with_step(changes)
-    return auto.choose(among, limit, make, say)  # type: ignore[no-any-return]
+    return auto.choose(among, limit, make, print_line)  # type: ignore[no-any-return]

@@ -50,7 +50,7 @@ def restored(
 def _regrouped(checkpoints: Restorable, step: int, program: Program) -> tuple[TrainState, dict[str, Any], list[str]]:
     table = {path: shape for path, (shape, _) in checkpoints.read_tree(step).items()}
     num, requested = _saved_groups(program, table), None if program.groups is None else program.groups.num
-    old_delay, delay = _saved_late(table), _late(program)
+    old_delay, delay = _saved_delay(table), _delay(program)
     has_sync_state, begins = _sync_kept(program, table)
     abstract = program.abstract_state if num == requested else _of_groups(program, num)
     abstract = abstract.replace(sync=program.abstract_state.sync if has_sync_state else None)
@@ -99,12 +99,12 @@ def _sync_kept(program: Program, saved: Mapping[str, tuple[int, ...]]) -> tuple[
     return bool(requested) and is_complete, bool(requested) and not is_complete
 
 
-def _saved_late(saved: Mapping[str, tuple[int, ...]]) -> int:
+def _saved_delay(saved: Mapping[str, tuple[int, ...]]) -> int:
     """Returns the gradient delay of a checkpoint in steps (`sync: stale`)."""
     return len({path.removeprefix(LINE).split("/")[0] for path in saved if path.startswith(LINE)})
 
 
-def _late(program: Program) -> int:
+def _delay(program: Program) -> int:
     opt_state = program.abstract_state.opt_state
     return len(opt_state.delay_line) if isinstance(opt_state, DelayLineState) else 0
 

@@ -32,7 +32,7 @@ def check_pools(jaxpr: Any, sizes: Mapping[str, int], what: str) -> None:
     """Raises ConfigError for a pool with overlapping windows along a sharded dim."""
     if all(size == 1 for size in sizes.values()):
         return
-    cuts = [(rank, cut) for spec, rank in _constraints(jaxpr) if (cut := _cut_dims(spec, sizes))]
+    cuts = [(rank, cut) for spec, rank in _constraints(jaxpr) if (cut := _sharded_dims(spec, sizes))]
     if not cuts:
         return
     for eqn, spec in _pools(jaxpr):
@@ -56,13 +56,13 @@ def _axes_along(
 ) -> list[str]:
     """Returns the mesh axes that may shard `dim` of a pool's operand, a result of the constraint `spec` (or None)."""
     if spec is not None:
-        return _cut_dims(spec, sizes).get(dim, [])
+        return _sharded_dims(spec, sizes).get(dim, [])
     along_dim = {axis for length, cut in cuts if length == rank for axis in cut.get(dim, [])}
     anywhere = {axis for _, cut in cuts for axes in cut.values() for axis in axes}
     return sorted(along_dim | (anywhere & {"context"}))
 
 
-def _cut_dims(spec: PartitionSpec, sizes: Mapping[str, int]) -> Cuts:
+def _sharded_dims(spec: PartitionSpec, sizes: Mapping[str, int]) -> Cuts:
     known = {dim: dim_axes(of) for dim, of in enumerate(spec) if of is not PartitionSpec.UNCONSTRAINED}
     large = {dim: [a for a in axes if sizes.get(a, 1) > 1] for dim, axes in known.items()}
     return {dim: axes for dim, axes in large.items() if axes}

@@ -73,8 +73,8 @@ def save(run: Run, step: int, state: TrainState) -> None:
         bad = run.program.non_finite_leaf(state)
         if bad is not None:
             if run.config.on_nonfinite.gradient == "stop" or step == run.config.steps or run.finished is not None:
-                # Only the process with the non-finite gradient knows the batch; `why_stopping` shares it.
-                why = run.hook_runner.why_stopping()
+                # Only the process with the non-finite gradient knows the batch; `stop_reason` shares it.
+                why = run.hook_runner.stop_reason()
                 raise NonFiniteError(why or f"{_bad_state(run, step, bad)} {AFTER_BAD_STATE}")
             run.message(_bad_state(run, step, bad))
             return

@@ -21,15 +21,15 @@ from spmdkit.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class TrainJob:
-    """The arguments of `train`, and the resources that it opens before JAX has devices. `keeps_memory`: whether the
-    process retains freed memory (program/allocator.py)."""
+    """The arguments of `train`, and the resources that it opens before JAX has devices. `retain_memory`:
+    whether the process retains freed memory (program/allocator.py)."""
 
     config: Config
     cluster: Cluster | None
     task: Task | None
     allow_change: tuple[str, ...]
     signals: StopSignals
-    keeps_memory: bool
+    retain_memory: bool
     reset: tuple[str, ...] = ()
 
 

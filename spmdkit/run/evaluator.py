@@ -42,7 +42,7 @@ def evaluate_each(
     task: Task | None = None,
     *,
     sleep: Callable[[float], None] = time.sleep,
-    say: Callable[[str], None] = lambda line: print(visible(line), flush=True),
+    print_line: Callable[[str], None] = lambda line: print(visible(line), flush=True),
 ) -> list[int]:
     """Returns the evaluated steps, once the last checkpoint of the finished run is evaluated.
 
@@ -57,7 +57,7 @@ def evaluate_each(
             "{every_steps: 100}, or start no evaluator."
         )
     with enable_cache(config.compile_cache, config.folder):
-        return _follow(config, spec, task, sleep, say)
+        return _follow(config, spec, task, sleep, print_line)
 
 
 def _follow(
@@ -65,7 +65,7 @@ def _follow(
     spec: ClusterSpec | None,
     task: Task | None,
     sleep: Callable[[float], None],
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> list[int]:
     with StopSignals() as signals, signals.raise_on_signal(report_and_exit):
         cluster = join(spec or ClusterSpec(), config.devices)
@@ -78,7 +78,7 @@ def _follow(
         )
     directory, steps = config.resolved_run_dir(), list[int]()
     evaluated = {line["step"] for line in read_lines(directory / FILE) if isinstance(line.get("step"), int)}
-    say(f"evaluator of {directory}: each new checkpoint, into {FILE}")
+    print_line(f"evaluator of {directory}: each new checkpoint, into {FILE}")
     with StopSignals() as signals:
         while True:
             checkpoints = Checkpoints(checkpoints_of(config), is_main=False, cluster=cluster)
@@ -91,7 +91,7 @@ def _follow(
                 steps.append(step)
                 _write(directory / FILE, step, values)
                 values_text = (f"{name} {x:.6g}" for name, x in values.items() if isinstance(x, float))
-                say(f"step {step} eval  " + "  ".join(values_text))
+                print_line(f"step {step} eval  " + "  ".join(values_text))
                 check_evaluation(config, step, values)
             _check_signal(signals, len(steps))
             if not new_steps and _is_finished(checkpoints, config.steps):

@@ -66,7 +66,7 @@ class HookRunner:
         if self._cluster.num_processes == 1:
             self._now.append(action)
         elif isinstance(action, ReplaceState):
-            self._now.append(self._everywhere(hook, action))
+            self._now.append(self._requested_by_all(hook, action))
         elif action.known and hook.on == "all":
             self._now.append(action)
         elif action not in self._pending:
@@ -88,7 +88,7 @@ class HookRunner:
         finally:
             self.on_main_only = None
 
-    def _everywhere(self, hook: Hook, action: ReplaceState) -> ReplaceState:
+    def _requested_by_all(self, hook: Hook, action: ReplaceState) -> ReplaceState:
         """Returns the action once every process has requested it: a state is never sent to other processes."""
         if hook.on == "main":
             raise ConfigError(
@@ -124,7 +124,7 @@ class HookRunner:
         requested, self._now = self._now, []
         return decide(requested)
 
-    def why_stopping(self) -> str:
+    def stop_reason(self) -> str:
         """Returns the reason of the first process that requests a stop, the same on all processes; "" if there is none.
         All processes call it at the same point."""
         whys = [action.why for action in (*self._now, *self._pending) if isinstance(action, Stop)]
@@ -135,7 +135,7 @@ class HookRunner:
         gathered = self._cluster.gather("actions", mine)
         return [from_json(value) for values in gathered for value in values]
 
-    def went_back(self) -> None:
+    def clear_requests(self) -> None:
         """Drops the requested actions after a rollback."""
         self._now.clear()
         self._pending.clear()

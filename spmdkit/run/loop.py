@@ -92,9 +92,9 @@ def train(
     if not isinstance(config, Config):
         config = load_config(config)
     resume_check.check_allowed(allow_change)
-    keeps_memory = allocator.one_arena(config.devices, os.environ)
+    retain_memory = allocator.use_one_arena(config.devices, os.environ)
     with StopSignals() as signals:
-        job = TrainJob(config, cluster, task, tuple(allow_change), signals, keeps_memory, tuple(reset))
+        job = TrainJob(config, cluster, task, tuple(allow_change), signals, retain_memory, tuple(reset))
         if config.elastic.in_process:
             result: Result = importlib.import_module("spmdkit.elastic.driver").train(job, train_once)
             return result
@@ -110,7 +110,7 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
         signals.reinstall()  # JAX has just replaced the handler of SIGTERM
     signals.announce = cluster.is_main
     with ExitStack() as stack:
-        watchdog = stack.enter_context(watched(config, cluster))
+        watchdog = stack.enter_context(watchdog_context(config, cluster))
         cache = stack.enter_context(enable_cache(config.compile_cache, config.folder))
         stack.enter_context(driver.session(cluster, watchdog, signals))
         unsaved = stack.enter_context(ExitStack())
@@ -149,8 +149,8 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
             run.leave_cluster()
             run.events.write("stopped", step=run.step, code=0, why="finished before")
             return Result(state, program, run, already_finished=True)
-        _introduce(run, state)
-        trainer.compile(run, cache, limit_bytes, job.keeps_memory)
+        _log_run_start(run, state)
+        trainer.compile(run, cache, limit_bytes, job.retain_memory)
         unsaved.close()
         state, stopped = trainer.train(run, state)
         finish(run, state, stopped, cache)
@@ -185,7 +185,7 @@ def finish(run: Run, state: TrainState, stopped: Stop | None, cache: Programs) -
         print(visible(f"report {run.directory / 'report.html'}"), flush=True)
 
 
-def _introduce(run: Run, state: TrainState) -> None:
+def _log_run_start(run: Run, state: TrainState) -> None:
     program, config, progress = run.program, run.config, run.reporter.progress
     devices = run.cluster.devices
     copies = 1 if program.groups is None else program.groups.num
@@ -221,7 +221,7 @@ def join_cluster(job: TrainJob) -> tuple[Cluster, Config]:
     return join_processes(config), config
 
 
-def watched(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog | None]:
+def watchdog_context(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog | None]:
     """Returns the context of the watchdog, if the config enables it."""
     board, folder = cluster.board("watch")
     return run_watchdog(config.watchdog, cluster.process_index, cluster.num_processes, board, folder)
@@ -237,11 +237,13 @@ def open_on_all_processes(
     """Returns the program of a config, the same on all processes. Prints the attempts of `auto` to standard error,
     unless progress is off."""
     quiet = not cluster.is_main or config.log.progress == "off"
-    say = lambda line: None if quiet else print(visible(line), file=sys.stderr, flush=True)
+    print_line = lambda line: None if quiet else print(visible(line), file=sys.stderr, flush=True)
     make_task = lambda: task_of(config) if task is None else with_hooks(task, config)
     same_task = consistency.same_data(cluster, make_task, config.data.retries)
     opened = (trainer or trainer_of(config)).program_config(config)
-    return consistency.same_program(cluster, lambda: open_program(opened, same_task, cluster.devices, limit_bytes, say))
+    return consistency.same_program(
+        cluster, lambda: open_program(opened, same_task, cluster.devices, limit_bytes, print_line)
+    )
 
 
 def evaluate(
@@ -254,7 +256,7 @@ def evaluate(
     Raises:
         CheckpointError: it does not exist, is damaged, or is of a different model.
     """
-    with watched(config, cluster), enable_cache(config.compile_cache, config.folder):
+    with watchdog_context(config, cluster), enable_cache(config.compile_cache, config.folder):
         with phase.during("import"):
             consistency.same_start(cluster, config)
             program = open_on_all_processes(config, cluster, task)

@@ -38,7 +38,7 @@ from spmdkit.run.recovery import restore, resume_check, skipped_batches
 from spmdkit.run.recovery.save_retries import Saves
 from spmdkit.run.reporter import Reporter
 from spmdkit.run.startup import bucket
-from spmdkit.run.startup.run_directory import note_running, take_directory
+from spmdkit.run.startup.run_directory import claim_directory, note_running
 from spmdkit.step import rng
 from spmdkit.step.state import TrainState
 
@@ -96,8 +96,8 @@ class Run:
         with ExitStack() as stack:
             self._mark = StepMark(())
             directory = bucket.checkpoints_of(self.config)
-            self.fence = take_directory(self.cluster, self.directory, stack, shared=not isinstance(directory, Remote))
-            is_owner = bucket.take_bucket(self.config, self.cluster, self.fence, stack)
+            self.fence = claim_directory(self.cluster, self.directory, stack, shared=not isinstance(directory, Remote))
+            is_owner = bucket.lease_bucket(self.config, self.cluster, self.fence, stack)
             options = self.config.checkpoint
             self.checkpoints: Checkpoints | None = None
             if options is not None:
@@ -191,7 +191,7 @@ class Run:
         if self.checkpoints is not None or self.config.elastic.in_process:  # snapshots have a record too
             self._described = resume_check.described(self.config, self.program.task)  # later a thread reads the data
         if self.checkpoints is not None:
-            bucket.bring_skipped(self.config, self.cluster, self.directory)
+            bucket.download_skipped(self.config, self.cluster, self.directory)
         restored = self.driver.restore_from_memory(self.cluster, self.program, self.checkpoints)
         if restored is None and self.checkpoints is not None:
             restored = restore.newest_good(self.cluster, self.checkpoints, self.program, reset=self.reset)
@@ -204,12 +204,12 @@ class Run:
                 restored.record, now, step, self.program.schedule, self.directory, self._allow_change
             )
             self.first_step = step + 1
-            fetched = bucket.bring_records(self.config, self.directory) if self.cluster.is_main else []
+            fetched = bucket.download_records(self.config, self.directory) if self.cluster.is_main else []
             lines = [*fetched, *restored.lines]
         else:
             if self.checkpoints is not None:
                 restore.require_checkpoint(self.cluster, self.checkpoints, self.directory)
-            lines = restore.keep_old_records(self.directory) if self.cluster.is_main else []
+            lines = restore.rename_old_records(self.directory) if self.cluster.is_main else []
             self.program.skip_batches(skipped_batches.read_for_all(self.directory, self.cluster))
         self.hooks_at_start = self.hook_runner.state()
         self.reporter.open(self, step, self._stack)
@@ -244,7 +244,7 @@ class Run:
 
     def return_to(self, found: restore.Restored | None) -> None:
         """Resets the run to an earlier checkpoint or to step 0, and drops the results of undone steps."""
-        self.hook_runner.went_back()
+        self.hook_runner.clear_requests()
         self.driver.on_rollback()
         self.in_flight.clear()
         self._numbers, self.last_eval, self.last_logged = None, None, {}

@@ -43,7 +43,7 @@ class Trainer(Protocol):
         """Returns the config with the values that the program selected for `auto`. Raises ConfigError if this trainer
         cannot train the task."""
 
-    def compile(self, run: Run, cache: Programs, limit_bytes: int | None, keeps_memory: bool) -> None:
+    def compile(self, run: Run, cache: Programs, limit_bytes: int | None, retain_memory: bool) -> None:
         """Prepares the first step. After this, a signal saves the state."""
 
     def train(self, run: Run, state: TrainState) -> tuple[TrainState, Stop | None]:
@@ -71,7 +71,7 @@ class SpmdTrainer:
     def open(self, config: Config, cluster: Cluster, program: Program, task: Task | None) -> Config:
         return program.config
 
-    def compile(self, run: Run, cache: Programs, limit_bytes: int | None, keeps_memory: bool) -> None:
+    def compile(self, run: Run, cache: Programs, limit_bytes: int | None, retain_memory: bool) -> None:
         program, cluster = run.program, run.cluster
         if cache.is_refused:
             run.message(f"note: compile cache {cache.description}")
@@ -79,8 +79,8 @@ class SpmdTrainer:
         with run.reporter.progress.compiling(), phase.during("compile"):
             check_start(program, cluster, run.directory, limit_bytes)
         run.events.write("compiled", step=run.step, **cache.programs())
-        if keeps_memory and cluster.devices[0].platform == "cpu":
-            allocator.keep_memory()
+        if retain_memory and cluster.devices[0].platform == "cpu":
+            allocator.disable_trimming()
         self._wait_for_plan = start_plan_thread(program, cluster, run.directory, run.message, run.events.write)
 
     def train(self, run: Run, state: TrainState) -> tuple[TrainState, Stop | None]:

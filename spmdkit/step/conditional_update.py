@@ -44,7 +44,7 @@ def conditional_update(step: Callable[..., tuple[New, Rest, jax.Array]], old: Ne
     later = [eqn for eqn in jaxpr.eqns if id(eqn) not in ids]
     _run(jaxpr, first, later, env)
     skip = read(flag)
-    choose, done = _chosen_early(outs, olds, later)
+    choose, done = _known_when_skipped(outs, olds, later)
     begin = 0
     for end, eqn in enumerate(later, 1):
         if end == len(later) or any(v in choose for v in eqn.outvars):
@@ -56,7 +56,9 @@ def conditional_update(step: Callable[..., tuple[New, Rest, jax.Array]], old: Ne
     return jax.tree.unflatten(jax.tree.structure(old), new), rest
 
 
-def _chosen_early(outs: Sequence[Any], olds: Sequence[Any], later: Sequence[Any]) -> tuple[dict[Var, Any], set[Var]]:
+def _known_when_skipped(
+    outs: Sequence[Any], olds: Sequence[Any], later: Sequence[Any]
+) -> tuple[dict[Var, Any], set[Var]]:
     """Returns (variable -> its value in a skipped step, the results that need no selection at the end)."""
     eqn_of = {v: eqn for eqn in later for v in eqn.outvars}
     choose, done = dict[Var, Any](), set[Var]()

@@ -117,7 +117,7 @@ def _manual(
 def _mapped(
     context: Context, local: Local, params: Any, state: Any, batch: Any, kinds: Kinds, call: Call | None
 ) -> Any:
-    compat.map_gathers_over_several_axes()
+    compat.add_multi_axis_vmap_rules()
     num_replica, num_data = context.sharding.size("replica"), context.sharding.size(*context.sharding.data_axes)
     own_state = context.sharding.state_groups is not None
 

@@ -23,7 +23,7 @@ PACKAGE = str(Path(__file__).parents[1])
 
 class ReducerSlots:
     """The reducer's state during one trace of a step: `TrainState.reducer`, one entry per call. `None` traces the step
-    to find the calls: no call has a state, and `collected` returns zeros shaped like the gradient of each call."""
+    to find the calls: no call has a state, and `new_state` returns zeros shaped like the gradient of each call."""
 
     def __init__(self, states: Sequence[Any] | None = ()):
         self._discovers = states is None
@@ -82,7 +82,7 @@ class ReducerSlots:
         """The gradients passed to the optimizer; None if there are none, or if some cannot be used."""
         return self._updates if self._updates and self._all_recorded else None
 
-    def collected(self) -> tuple[Any, ...]:
+    def new_state(self) -> tuple[Any, ...]:
         """Returns the new `TrainState.reducer`; raises ConfigError after fewer calls than in the first trace."""
         if len(self._put) != len(self._states) and not self._discovers:
             raise ConfigError(

@@ -123,7 +123,7 @@ def global_step(
             out = train_step(state, batch.examples)
         new_state, metrics = _checked(state, out)
         metrics = {**metrics, **slots.metrics}
-        new_state = with_program_fields(state, new_state, context).replace(reducer=slots.collected())
+        new_state = with_program_fields(state, new_state, context).replace(reducer=slots.new_state())
         return new_state, metrics, guard_code(context, new_state.params, metrics, slots.update_gradients, batch.limit)
 
     def skippable(state: TrainState, batch: Batch) -> tuple[TrainState, Any, jax.Array]:
@@ -173,7 +173,7 @@ def replica_step(
         new_state = without_copies(with_program_fields(state, new_state, inner)).replace(reducer=())
         _require_same_on_replicas(inner, new_state, metrics)
         new_state, metrics = jax.tree.map(_untype_trivial, (new_state, metrics))
-        reducer_state = compat.as_varying(jax.tree.map(lambda x: x[None], slots.collected()), REPLICA_AXES)
+        reducer_state = compat.as_varying(jax.tree.map(lambda x: x[None], slots.new_state()), REPLICA_AXES)
         new_state = new_state.replace(reducer=reducer_state)
         new_state, code = apply_guard(inner, state, new_state, metrics, slots.update_gradients, limit)
         return new_state, metrics, code

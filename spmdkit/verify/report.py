@@ -60,7 +60,7 @@ def run_verify(config: Config, options: VerifyOptions, *, as_json: bool) -> int:
     return 0 if report["passed"] else 1
 
 
-def verify_config(config: Config, options: VerifyOptions, say: Log = lambda text: None) -> Report:
+def verify_config(config: Config, options: VerifyOptions, print_line: Log = lambda text: None) -> Report:
     """Returns the report on a config: cases, skipped cases, mutants, tolerances, and `passed`.
 
     Raises:
@@ -92,14 +92,14 @@ def verify_config(config: Config, options: VerifyOptions, say: Log = lambda text
 
         jobs += [{"kind": "mutant", "name": mutant.name} for mutant in MUTANTS]
     digest = _digest([spec, identity, source_digest.package_digests()])
-    results = _CaseResults(jobs, options.resume, digest, say)
+    results = _CaseResults(jobs, options.resume, digest, print_line)
     with Pool(spec | {"jobs": options.jobs}, max(1, min(options.jobs, len(results.missing)))) as pool:
         reference = pool.request({"kind": "reference"})
         if "error" in reference:
             raise _raised(reference["error"])
         known = reference["outcome"]
         moved, tolerance = known["moved"]["gradient"], known["tolerances"]["gradient"]
-        say(f"one ulp in the input moves the gradient by {moved:.1e}: tolerance {tolerance:.1e}")
+        print_line(f"one ulp in the input moves the gradient by {moved:.1e}: tolerance {tolerance:.1e}")
         pool.run(results.missing, results.add)
     report = _report(results.in_order(), known, spec | {"reducer_note": cases.reducer_note(config)})
     if not options.all_meshes and not any(case["mesh"] == meshes[0] for case in report["cases"]):
@@ -157,8 +157,8 @@ def _finished(resume: Path, digest: str) -> dict[str, dict[str, Any]]:
 class _CaseResults:
     """Outcomes by job, including those read from the file of an earlier run."""
 
-    def __init__(self, jobs: list[dict[str, Any]], resume: Path | None, digest: str, say: Log):
-        self._jobs, self._resume, self._digest, self._say = jobs, resume, digest, say
+    def __init__(self, jobs: list[dict[str, Any]], resume: Path | None, digest: str, print_line: Log):
+        self._jobs, self._resume, self._digest, self._print_line = jobs, resume, digest, print_line
         self._outcomes: dict[str, dict[str, Any]] = {}
         if resume is not None and resume.exists():
             self._outcomes = _finished(resume, digest)
@@ -170,7 +170,7 @@ class _CaseResults:
         outcome = response.get("outcome") or _not_run(job, response["error"])
         self._outcomes[_key(job)] = outcome
         self._done += 1
-        self._say(f"[{self._done}/{len(self._jobs)}] {_progress(outcome)}")
+        self._print_line(f"[{self._done}/{len(self._jobs)}] {_progress(outcome)}")
         if self._resume is not None:
             self._resume.parent.mkdir(parents=True, exist_ok=True)
             with self._resume.open("a", encoding="utf-8") as file:

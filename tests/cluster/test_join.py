@@ -9,7 +9,7 @@ import pytest
 import spmdkit as sk
 from spmdkit import compat
 from spmdkit.cluster import ClusterSpec, join, rendezvous
-from spmdkit.cluster.join import COLLECTIVE_MARGIN_S, open_to_all
+from spmdkit.cluster.join import COLLECTIVE_MARGIN_S, exposure_warning
 from spmdkit.errors import ConfigError
 
 
@@ -48,11 +48,11 @@ def test_process_0_warns_of_every_network():
     """The address is none of this machine's: TEST-NET-1 never is."""
     listener, bound = rendezvous._listen(ClusterSpec(f"192.0.2.1:{free_port()}", 2, 0))
     listener.close()
-    said = open_to_all(ClusterSpec("192.0.2.1:1", num_processes=2), bound)
+    said = exposure_warning(ClusterSpec("192.0.2.1:1", num_processes=2), bound)
     assert bound.startswith("0.0.0.0:") and len(said) == 1
     for part in (bound, "192.0.2.1:1 is not one of its addresses", "Any host that reaches the port can end the job"):
         assert part in said[0]
-    assert open_to_all(ClusterSpec("192.0.2.1:1", num_processes=2, process_id=1), bound) == ()
+    assert exposure_warning(ClusterSpec("192.0.2.1:1", num_processes=2, process_id=1), bound) == ()
 
 
 def test_coordinator_on_loopback_listens_there():
@@ -61,7 +61,7 @@ def test_coordinator_on_loopback_listens_there():
         listener, bound = rendezvous._listen(ClusterSpec(address, 2, 0))
         with listener:
             assert rendezvous.is_loopback(listener.getsockname()[0])
-        assert open_to_all(ClusterSpec(address, num_processes=2), bound) == ()
+        assert exposure_warning(ClusterSpec(address, num_processes=2), bound) == ()
 
 
 def free_port():

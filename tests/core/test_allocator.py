@@ -37,7 +37,7 @@ def calls(monkeypatch):
     ],
 )
 def test_one_arena_is_for_cpu_devices(calls, devices, environ, is_set):
-    assert allocator.one_arena(devices, environ) == is_set
+    assert allocator.use_one_arena(devices, environ) == is_set
     assert bool(calls) == is_set
     assert ("unchanged" in allocator.describe(environ)) == ("cpu" in devices and not is_set)
 
@@ -47,13 +47,13 @@ def test_another_c_library_is_unchanged(calls, monkeypatch):
         raise ValueError("unrecognized configuration name")  # as on musl
 
     monkeypatch.setattr(os, "confstr", none)
-    assert not allocator.one_arena("cpu:8", {}) and not calls
+    assert not allocator.use_one_arena("cpu:8", {}) and not calls
     assert allocator.describe({}) == "not glibc: unchanged"
 
 
 def test_an_unknown_choice_names_those_that_there_are():
     with raises("SPMDKIT_ALLOCATOR", found="'sytem'", rule="one of keep, system", repair="'system'?"):
-        allocator.one_arena("cpu:8", {"SPMDKIT_ALLOCATOR": "sytem"})
+        allocator.use_one_arena("cpu:8", {"SPMDKIT_ALLOCATOR": "sytem"})
     with raises("SPMDKIT_ALLOCATOR", found="'sytem'", repair="'system'?"):
         allocator.describe({"SPMDKIT_ALLOCATOR": "sytem"})
 

@@ -43,12 +43,12 @@ class Child(types.SimpleNamespace):
 class Job:
     """A launcher's membership over processes that are a number and two files."""
 
-    def __init__(self, num, after, wanted=lambda now: None, standby=0):
+    def __init__(self, num, after, requested=lambda now: None, standby=0):
         OPEN.append(self)
         self.opened = []
         self.now, self.started, self.killed = 0.0, [], []
         self.membership = MembershipHistory(
-            num, after, wanted, self.newcomer, ServiceProcess(num), standby, clock=lambda: self.now
+            num, after, requested, self.newcomer, ServiceProcess(num), standby, clock=lambda: self.now
         )
         self.orders = {}
         for process in range(num):

@@ -10,7 +10,7 @@ from spmdkit.faults.heartbeat import (
     Limits,
     OneSidedHooks,
     Stragglers,
-    culprits,
+    blocking_processes,
     describe_phases,
     find_silent,
     from_text,
@@ -33,8 +33,8 @@ LIMITS = Limits(
 )
 
 
-def beat(phase, for_s, limit_s=10.0, step=812, detail="", spent=None):
-    return Beat(phase, detail, step, for_s, limit_s, spent or {})
+def beat(phase, phase_s, limit_s=10.0, step=812, detail="", spent=None):
+    return Beat(phase, detail, step, phase_s, limit_s, spent or {})
 
 
 def watchdog(board, process, num, now):
@@ -42,8 +42,8 @@ def watchdog(board, process, num, now):
     return Watchdog(board, "w", process, num, LIMITS, **timeouts, exit_process=lambda code: None, clock=lambda: now[0])
 
 
-def reads(for_s):
-    return beat("evaluation", for_s, detail="reading data")
+def reads(phase_s):
+    return beat("evaluation", phase_s, detail="reading data")
 
 
 def test_beat_is_read_as_written():
@@ -70,7 +70,7 @@ def test_beat_is_read_as_written():
     ],
 )
 def test_culprits_of_a_hang(name, beats, quiet, blamed):
-    assert culprits(beats, quiet) == blamed, name
+    assert blocking_processes(beats, quiet) == blamed, name
 
 
 @pytest.mark.parametrize(
@@ -180,10 +180,10 @@ def test_straggler_is_found_by_phase_times(name, after, named):
 
 
 def test_straggler_is_named_after_two_windows():
-    look, said = Stragglers(window_s=10.0), []
+    update, said = Stragglers(window_s=10.0), []
     for second in range(61):
         slow = float(second) if second < 10 or second > 20 else 10.0  # but not in the second window
-        said += [(second, *look.look(second, {0: {"data": 0.0}, 1: {"data": slow}}))]
+        said += [(second, *update.update(second, {0: {"data": 0.0}, 1: {"data": slow}}))]
     assert [second for second, *lines in said if lines] == [40, 60]
 
 
@@ -191,11 +191,11 @@ def test_hook_of_one_process_is_limited_once_another_has_left_it():
     inside = lambda passed: Beat("hook 'a'", "", 3, 0.0, None, {}, "'a' at mine.py:3", passed)
     outside = lambda passed: Beat("step", "", 3, 0.0, None, {}, "", passed)
     hooks = OneSidedHooks(60.0)
-    assert hooks.look(0.0, {0: inside(4), 1: inside(4), 2: outside(4)}) == ()  # nobody has left it: 2 comes later
-    assert hooks.look(500.0, {0: inside(4), 1: outside(5), 2: inside(4)}) == ()
-    assert hooks.look(550.0, {0: inside(4), 1: outside(5), 2: outside(5)}) == ()
-    assert hooks.look(561.0, {0: inside(4), 1: inside(5), 2: outside(5)}) == (0,)
-    assert hooks.look(562.0, {0: inside(5), 1: outside(6), 2: outside(6)}) == ()  # another call
+    assert hooks.update(0.0, {0: inside(4), 1: inside(4), 2: outside(4)}) == ()  # nobody has left it: 2 comes later
+    assert hooks.update(500.0, {0: inside(4), 1: outside(5), 2: inside(4)}) == ()
+    assert hooks.update(550.0, {0: inside(4), 1: outside(5), 2: outside(5)}) == ()
+    assert hooks.update(561.0, {0: inside(4), 1: inside(5), 2: outside(5)}) == (0,)
+    assert hooks.update(562.0, {0: inside(5), 1: outside(6), 2: outside(6)}) == ()  # another call
     verdict = {"why": "hang", "processes": [0], "hook": "'a' at mine.py:3"}
     text = hang_report(verdict, {0: inside(4), 1: outside(5)}, "No checkpoint was saved yet.")
     assert "process 0 is in hook 'a' at mine.py:3" in text and "run.gather(tree) on all processes" in text

@@ -32,17 +32,17 @@ def test_batch_stays_and_rows_per_device_are_bounded(config):
     sizes = Elastic(config(), "1:4", 4)
     assert (sizes.first, sizes.devices_per_process) == (Size(4, 1), 1)
     numbers = [(4, 1), (3, 2), (2, 2), (1, 4), (1, 4)]
-    assert [sizes.after(4, gone) for gone in (0, 1, 2, 3, 4)] == [Size(*each) for each in numbers]
+    assert [sizes.next_size(4, gone) for gone in (0, 1, 2, 3, 4)] == [Size(*each) for each in numbers]
     sizes = Elastic(config(batch=48, micro=2, devices="cpu:8"), "2:4", 4)
     assert sizes.devices_per_process == 2
-    assert [sizes.after(4, gone) for gone in (0, 1, 2)] == [Size(4, 2), Size(3, 4), Size(2, 4)]
+    assert [sizes.next_size(4, gone) for gone in (0, 1, 2)] == [Size(4, 2), Size(3, 4), Size(2, 4)]
 
 
 def test_sizes_that_do_not_divide_are_skipped(config):
-    assert Elastic(config(batch=16), "1:4", 4).after(4, 1) == Size(2, 2)
-    assert Elastic(config(batch=16), "3:4", 4).after(4, 1) is None
-    assert Elastic(config(batch=16, mesh="{data: -1, fsdp: 2}"), "1:4", 4).after(4, 2) == Size(2, 2)
-    assert Elastic(config(batch=16, mesh="{data: -1, tensor: 2}", devices="cpu:4"), "1:4", 4).after(4, 3) is None
+    assert Elastic(config(batch=16), "1:4", 4).next_size(4, 1) == Size(2, 2)
+    assert Elastic(config(batch=16), "3:4", 4).next_size(4, 1) is None
+    assert Elastic(config(batch=16, mesh="{data: -1, fsdp: 2}"), "1:4", 4).next_size(4, 2) == Size(2, 2)
+    assert Elastic(config(batch=16, mesh="{data: -1, tensor: 2}", devices="cpu:4"), "1:4", 4).next_size(4, 3) is None
 
 
 def test_file_sets_the_size_of_the_next_start(config, tmp_path):
@@ -50,7 +50,7 @@ def test_file_sets_the_size_of_the_next_start(config, tmp_path):
     (tmp_path / "run").mkdir()
     for text, expected in (("4", Size(4, 1)), ("3\n", Size(3, 1)), ("9", Size(1, 2)), ("four", Size(1, 2))):
         (tmp_path / "run" / ALLOWED).write_text(text)
-        assert sizes.after(2, 1) == expected, text
+        assert sizes.next_size(2, 1) == expected, text
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from spmdkit.launch import gpu_assignment
 
 
 def shown(seen, num, each=None):
-    return [gpu_assignment.pinned(seen, num, i, each).get(gpu_assignment.VISIBLE) for i in range(num)]
+    return [gpu_assignment.visible_gpus(seen, num, i, each).get(gpu_assignment.VISIBLE) for i in range(num)]
 
 
 def test_processes_get_consecutive_gpus():

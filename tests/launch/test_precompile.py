@@ -21,9 +21,9 @@ def train(tmp_path):
 
 
 def test_sizes_are_compiled_with_their_microbatches(train):
-    assert Elastic(train, "2:4", 4).ahead() == {3: ["microbatches=2"], 2: ["microbatches=2"]}
+    assert Elastic(train, "2:4", 4).sizes_to_precompile() == {3: ["microbatches=2"], 2: ["microbatches=2"]}
     with pytest.raises(ConfigError, match=r"elastic.precompile: 2 processes are none .* 3:4"):
-        Elastic(train, "3:4", 4).ahead()
+        Elastic(train, "3:4", 4).sizes_to_precompile()
 
 
 def test_command_differs_in_the_number_of_processes(train):

@@ -10,36 +10,36 @@ from spmdkit.launch.restart_policy import Restarts
 
 @pytest.mark.parametrize("code", [0, 1, 2, 77, 78, 79, 130])
 def test_final_codes_are_not_restarted(code):
-    assert Restarts(5).after(code, 10) is None
-    assert Restarts(0).after(137, 10) is None
+    assert Restarts(5).next_delay_s(code, 10) is None
+    assert Restarts(0).next_delay_s(137, 10) is None
 
 
 def test_three_attempts_without_a_newer_step_end():
     restarts = Restarts(9)
-    assert [restarts.after(137, 10), restarts.after(137, 20)] == [1.0, 1.0]
-    assert [restarts.after(70, 20), restarts.after(75, 20)] == [2.0, 4.0]
-    assert restarts.after(70, 20) is None
+    assert [restarts.next_delay_s(137, 10), restarts.next_delay_s(137, 20)] == [1.0, 1.0]
+    assert [restarts.next_delay_s(70, 20), restarts.next_delay_s(75, 20)] == [2.0, 4.0]
+    assert restarts.next_delay_s(70, 20) is None
     assert restarts.why == "3 attempts in a row have committed no step"
 
 
 def test_checkpoint_from_before_the_launcher_is_no_progress():
     restarts = Restarts(9)
-    assert [restarts.after(137, 10, before=10), restarts.after(137, 10, before=10)] == [1.0, 2.0]
-    assert restarts.after(137, 10, before=10) is None
+    assert [restarts.next_delay_s(137, 10, before=10), restarts.next_delay_s(137, 10, before=10)] == [1.0, 2.0]
+    assert restarts.next_delay_s(137, 10, before=10) is None
     restarts = Restarts(9)
-    assert [restarts.after(137, 10, before=10), restarts.after(137, 15, before=10)] == [1.0, 1.0]
+    assert [restarts.next_delay_s(137, 10, before=10), restarts.next_delay_s(137, 15, before=10)] == [1.0, 1.0]
 
 
 def test_preemption_costs_no_restart():
     restarts = Restarts(1)
-    assert all(restarts.after(42, None) is not None for _ in range(10))
-    assert restarts.after(137, 5) is not None and restarts.left == 0
-    assert restarts.after(137, 6) is None and "--max-restarts" in restarts.why
+    assert all(restarts.next_delay_s(42, None) is not None for _ in range(10))
+    assert restarts.next_delay_s(137, 5) is not None and restarts.num_remaining == 0
+    assert restarts.next_delay_s(137, 6) is None and "--max-restarts" in restarts.why
 
 
 def test_wait_doubles_up_to_a_minute():
     restarts = Restarts(1)
-    assert [restarts.after(42, None) for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert [restarts.next_delay_s(42, None) for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
 def test_run_directory_is_written_behind_the_step(tmp_path):

@@ -39,11 +39,11 @@ def events_of(folder):
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     shown = []
     for file in sorted((folder / "tensorboard").iterdir()):
-        content, place = file.read_bytes(), 0
-        while place < len(content):  # length, its crc, an event, its crc
-            (length,) = struct.unpack_from("<Q", content, place)
-            event = event_pb2.Event.FromString(content[place + 12 : place + 12 + length])
-            place += 16 + length
+        content, step_position = file.read_bytes(), 0
+        while step_position < len(content):  # length, its crc, an event, its crc
+            (length,) = struct.unpack_from("<Q", content, step_position)
+            event = event_pb2.Event.FromString(content[step_position + 12 : step_position + 12 + length])
+            step_position += 16 + length
             if event.session_log.status == event_pb2.SessionLog.START:
                 shown = [row for row in shown if row[1] < event.step]
             shown += [(value.tag, event.step, value.simple_value) for value in event.summary.value]

@@ -143,7 +143,7 @@ def test_lax_collectives_over_axis_tuples_equal_one_device(mesh, tiled):
 @pytest.mark.parametrize("mapped", [(0, 0), (1, 2), (None, 1)])
 def test_vmap_gather_and_scatter_equal_shard_map(tiled, dim, mapped):
     """Wherever the mapped dims lie, and where one of them is not mapped at all."""
-    compat.map_gathers_over_several_axes()
+    compat.add_multi_axis_vmap_rules()
     outer, inner = mapped
     whole = np.random.default_rng(1).normal(size=(2, 3, 6, 6)).astype(np.float32)
     if outer is None:

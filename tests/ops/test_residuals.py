@@ -12,7 +12,7 @@ from spmdkit import compat
 from spmdkit.foundation import jaxprs
 from spmdkit.mesh.mesh import make_mesh, resolve
 from spmdkit.ops.collectives import all_gather, reduce_scatter
-from spmdkit.ops.remat import RESIDUAL_NAME, everything_but_gathered, policy, policy_of_names
+from spmdkit.ops.remat import RESIDUAL_NAME, policy, policy_of_names, save_all_but_gathered
 from spmdkit.ops.residuals import Linearized
 from spmdkit.step import trace_context
 from tests.support.ops_mesh import step
@@ -44,7 +44,7 @@ def linearized(asked, over=()):
 
 
 POLICIES = {
-    "none": everything_but_gathered,
+    "none": save_all_but_gathered,
     "dots": policy("dots").in_parts,
     "full": policy("full").in_parts,
     "names": policy_of_names(["hidden"], []).in_parts,
@@ -68,7 +68,7 @@ def test_what_is_kept_is_what_the_policy_says():
     assert (4, 4) not in [x.shape for x in kept["none"].kept], "the mask needs no input: it is computed again"
 
 
-# ---- the example of docs/design/manual_and_kept.md
+# ---- the example of docs/design/manual_and_residuals.md
 
 ROWS = ("batch", "norm_sequence", None)
 

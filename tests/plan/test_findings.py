@@ -179,7 +179,7 @@ def test_a_gather_of_a_part_of_a_copy(at, found):
     """XLA takes out what it recognises, so this one is written by hand."""
     module = parse(CUT.format(at=at))
     bill = read_bill(module, {"fsdp": 8})
-    step = SimpleNamespace(module=module, bill=bill, scans={}, matters=lambda c: True)
+    step = SimpleNamespace(module=module, bill=bill, scans={}, is_significant=lambda c: True)
     messages = [f.message for f in pointless_gather.find(step)]
     assert len(messages) == found and all("shard of an array that every device holds" in m for m in messages)
 

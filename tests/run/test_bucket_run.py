@@ -53,7 +53,7 @@ def test_eval_and_an_evaluator_read_the_bucket(client, tmp_path):
     step, values = evaluate(config, join(detect_cluster({}), config.devices), line_task())
     assert step == 20 and values["loss"] < 1
     (tmp_path / "elsewhere/run").mkdir(parents=True)
-    assert evaluate_each(config, ClusterSpec(), line_task(), say=lambda line: None) == [15, 20]
+    assert evaluate_each(config, ClusterSpec(), line_task(), print_line=lambda line: None) == [15, 20]
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_skipped_batches_are_known_on_other_disks(client, tmp_path):
     train(tmp_path / "a", task, steps=4, checkpoint={"every_steps": None, "directory": URL})
     assert skipped_batches.read(tmp_path / "a/run") == ((1, 2),)
     (tmp_path / "b/run").mkdir(parents=True)
-    startup_bucket.bring_skipped(
+    startup_bucket.download_skipped(
         config_of(tmp_path / "b", checkpoint=SAVED), join(detect_cluster({})), tmp_path / "b/run"
     )
     (tmp_path / "c").mkdir()

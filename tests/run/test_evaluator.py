@@ -11,7 +11,7 @@ from tests.support.small_runs import config_of, line_task, lines, train
 
 def follow(folder, sleep=lambda seconds: pytest.fail("nothing is left to wait for"), **changes):
     said = []
-    found = evaluate_each(config_of(folder, **changes), ClusterSpec(), line_task(), sleep=sleep, say=said.append)
+    found = evaluate_each(config_of(folder, **changes), ClusterSpec(), line_task(), sleep=sleep, print_line=said.append)
     return found, said
 
 

@@ -116,7 +116,7 @@ def test_repeated_steps_are_agreed_on_again():
                 if (decision := due.decision(step)) is not NOTHING:
                     decisions[generation, step] = decision
                     break
-            due.went_back()
+            due.clear_requests()
 
     found = processes(lambda process: [asks(3, sk.Rollback(), process=1)(process)], body)
     assert found == [found[0]] * NUM

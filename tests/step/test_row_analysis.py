@@ -48,7 +48,7 @@ def value_of(loss, parts):
 
     num = ROWS // parts
     context = trace_context.Context(trace_context.ShardingSpec("mapped", sizes={"data": parts}))
-    compat.map_gathers_over_several_axes()
+    compat.add_multi_axis_vmap_rules()
 
     def of_part(rows, part):
         positions = part * num + jnp.arange(num, dtype=jnp.int32)

@@ -33,7 +33,7 @@ def read(env: Mapping[str, str]) -> Detection:
     size, rank = whole_number(env, NAMES.num_processes), whole_number(env, NAMES.process_id)
     if size is None or rank is None:
         return None
-    met = _meeting(env, size)
+    met = _coordinator(env, size)
     if rank >= size or (met is None and size > 1):
         return Partial(
             f"mpirun's variables do not give this process a rank ({shown(env, *NAMES, NAMESPACE)})",
@@ -54,7 +54,7 @@ def _daemons(env: Mapping[str, str]) -> int | None:
     return whole_number(env, STEP_OF_DAEMONS)
 
 
-def _meeting(env: Mapping[str, str], size: int) -> str | None:
+def _coordinator(env: Mapping[str, str], size: int) -> str | None:
     """Returns `host:port` of process 0, None if the daemon's host is unknown."""
     uri = env.get(NAMES.coordinator, "")
     daemon = re.match(r"(\d+)\.\d+;", uri)

@@ -61,7 +61,7 @@ def main(site: str, num_processes: int, heartbeat_s: int, shutdown_s: int, proce
             shutdown_timeout=shutdown_s,
             recoverable=True,
         )
-    asyncio.run(_serve(Relay(inner), listener, parent, lambda: _announce(jaxlib, f"127.0.0.1:{inner[1]}", process)))
+    asyncio.run(_serve(Relay(inner), listener, parent, lambda: _report_exit(jaxlib, f"127.0.0.1:{inner[1]}", process)))
     del service
     os._exit(0)
 
@@ -70,7 +70,7 @@ async def _serve(relay: Relay, listener: socket.socket, parent: int, announce: C
     """Relays until no process needs the service."""
     server = await asyncio.start_server(relay.connect, sock=listener, backlog=BACKLOG)
     print("up", flush=True)
-    while not (ended := _ended(parent)):
+    while not (ended := _exit_reason(parent)):
         await asyncio.sleep(POLL_S)
     await asyncio.sleep(POLL_S)  # includes a process that has just connected
     if ended == KILLED and relay.num_connected:
@@ -87,7 +87,7 @@ def _listen(address: str, is_reserved: bool) -> socket.socket:
     return socket.create_server(target[:2], family=family, reuse_port=is_reserved)
 
 
-def _ended(parent: int) -> str:
+def _exit_reason(parent: int) -> str:
     """Returns why the parent no longer needs the service, or an empty text."""
     if os.getppid() != parent:
         return KILLED
@@ -98,7 +98,7 @@ def _ended(parent: int) -> str:
     return "requested" if os.getppid() == parent else KILLED
 
 
-def _announce(jaxlib: object, address: str, process: int) -> None:
+def _report_exit(jaxlib: object, address: str, process: int) -> None:
     """Reports the exit of `process` in every folder of its heartbeats (faults/watchdog.py)."""
     if process < 0:  # a launcher
         return

@@ -46,7 +46,7 @@ def make() -> Reducer:
     """Returns the reducer."""
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
-        return map_buffers(leaves, states, lambda group, group_states: (_of_group(group, over), group_states))
+        return map_buffers(leaves, states, lambda group, group_states: (_reduce_group(group, over), group_states))
 
     def wire_of(added: Sequence[ReducedLeaf]) -> float:
         sent = 0.0
@@ -83,7 +83,7 @@ def _check(added: Sequence[ReducedLeaf]) -> None:
             )
 
 
-def _of_group(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
+def _reduce_group(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
     """Returns the adaptive sums of leaves that share a buffer."""
     num, lengths = over.num, [-(-x.size // over.num) for x in leaves]
     rows = [_rows(x.astype(jnp.float32), num) for x in leaves]

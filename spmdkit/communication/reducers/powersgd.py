@@ -81,7 +81,7 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
         out, new = list(leaves), list(states)
         for group in buffer_groups(leaves):
             views = {i: v for i in group if (v := view(over.paths[i] if over.paths else "", leaves[i].shape))}
-            for i, leaf, state in _of_group(leaves, states, group, views, over, rank):
+            for i, leaf, state in _reduce_group(leaves, states, group, views, over, rank):
                 out[i], new[i] = leaf, state
         return out, new
 
@@ -144,7 +144,7 @@ def _reshard_state(state: LeafState, num: int) -> dict[str, jax.Array]:
     return split_evenly({name: x for name, x in state.items() if name != "product"}, num) | product
 
 
-def _of_group(
+def _reduce_group(
     leaves: Leaves,
     states: list[LeafState],
     group: Sequence[int],
@@ -156,7 +156,7 @@ def _of_group(
     compensated = {i: _add_error(leaves[i], states[i]) for i in group}
     inputs = {i: compensated[i].astype(jnp.float32).reshape(v) for i, v in views.items()}
     exact = [i for i in group if i not in views]
-    starts = [_start(states[i].get("product"), v, min(rank, *v[1:]), i, over) for i, v in views.items()]
+    starts = [_initial_q(states[i].get("product"), v, min(rank, *v[1:]), i, over) for i, v in views.items()]
     left = [_product("bmn,bnr->bmr", x, q) for x, q in zip(inputs.values(), starts, strict=True)]
     summed = _sum([*left, *(compensated[i] for i in exact)], over)
     bases = [orthonormal(p, i) for i, p in enumerate(summed[: len(left)])]
@@ -185,7 +185,7 @@ def _sum(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
     return unflatten(lax.psum(flatten(leaves, 1), over.axes), leaves) if leaves else []
 
 
-def _start(
+def _initial_q(
     product: jax.Array | None, view: tuple[int, int, int], rank: int, index: int, over: ReduceGroup
 ) -> jax.Array:
     """Returns Q, float32[matrices, n, rank], orthonormal and equal on all replicas: the subspace of the previous step's

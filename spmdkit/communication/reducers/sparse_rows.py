@@ -76,7 +76,7 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
         return out, states, metrics
 
     def wire_of(added: Sequence[ReducedLeaf]) -> float:
-        return sum(_of_round(x, rows) if is_table(x.path) and len(x.shape) > 1 else x.allreduce_bytes for x in added)
+        return sum(_round_bytes(x, rows) if is_table(x.path) and len(x.shape) > 1 else x.allreduce_bytes for x in added)
 
     def check(added: Sequence[ReducedLeaf]) -> None:
         for pattern in patterns:
@@ -102,7 +102,7 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
 # ---- on the devices
 
 
-def _touched(leaf: jax.Array) -> jax.Array:
+def _nonzero_rows(leaf: jax.Array) -> jax.Array:
     """Returns bool[V], True for the rows with a nonzero value. A NaN is nonzero."""
     return jnp.any(leaf.reshape(leaf.shape[0], -1) != 0, axis=1)
 
@@ -112,7 +112,7 @@ def _rounds(leaves: Sequence[jax.Array], rows: int, over: ReduceGroup) -> list[j
     if not leaves:
         return []
     shard_axes = sorted({axis for x in leaves for axis in compat.varying_axes(x)} - set(over.axes))
-    num = [-(-_touched(x).sum(dtype=jnp.int32) // min(rows, x.shape[0])) for x in leaves]
+    num = [-(-_nonzero_rows(x).sum(dtype=jnp.int32) // min(rows, x.shape[0])) for x in leaves]
     all_axes = (*over.axes, *shard_axes)
     return list(jnp.maximum(lax.pmax(jnp.stack(compat.as_varying(num, all_axes)), all_axes), 1))
 
@@ -121,7 +121,7 @@ def _summed(leaf: jax.Array, rounds: jax.Array, rows: int, over: ReduceGroup) ->
     """Returns the sum of a leaf over replicas. In a round each replica sends `rows` touched rows."""
     num, rows = leaf.shape[0], min(rows, leaf.shape[0])
     table = leaf.reshape(num, -1).astype(common_dtype(leaf.dtype, jnp.float32))
-    indices = jnp.sort(jnp.where(_touched(leaf), jnp.arange(num, dtype=jnp.uint32), num))
+    indices = jnp.sort(jnp.where(_nonzero_rows(leaf), jnp.arange(num, dtype=jnp.uint32), num))
     indices = jnp.pad(indices, (0, -num % rows), constant_values=num)  # touched rows first; index `num` is padding
 
     def one_round(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -159,7 +159,7 @@ def _unpacked(sent: jax.Array, rows: int, table: jax.Array) -> tuple[jax.Array, 
 # ---- checks before and after the first step
 
 
-def _of_round(leaf: ReducedLeaf, rows: int) -> float:
+def _round_bytes(leaf: ReducedLeaf, rows: int) -> float:
     """Returns the bytes that a device sends for a table in one round."""
     words = min(rows, leaf.shape[0]) * (1 + leaf.size // leaf.shape[0] * leaf.value_bytes // 4)
     return (leaf.num - 1) * (4 * (words + -words % PAD) + 8 / leaf.num)
@@ -193,24 +193,24 @@ def _check_named(pattern: str, added: Sequence[ReducedLeaf]) -> None:
 
 
 def _check_table(table: ReducedLeaf, rows: int, most: float | None) -> None:
-    if most is None or _of_round(table, rows) < most * table.allreduce_bytes:
+    if most is None or _round_bytes(table, rows) < most * table.allreduce_bytes:
         return
     halves = (rows >> i for i in range(1, rows.bit_length()))
-    fitting = next((n for n in halves if _of_round(table, n) < most * table.allreduce_bytes), None)
+    fitting = next((n for n in halves if _round_bytes(table, n) < most * table.allreduce_bytes), None)
     repair = f"rows: {fitting}, or remove it from leaves" if fitting else "reducer: sum, or remove it from leaves"
     raise ConfigError(
         f"reducer: sparse_rows with rows: {rows} on {table.num} replicas: {table.path!r} is {list(table.shape)} on a "
-        f"device, and one round sends {_of_round(table, rows) / table.allreduce_bytes:.2f} of the bytes of sum; the "
+        f"device, and one round sends {_round_bytes(table, rows) / table.allreduce_bytes:.2f} of the bytes of sum; the "
         f"limit is {most:g} (most). Try {repair}."
     )
 
 
 def _check_first(table: ReducedLeaf, rows: int, most: float | None, rounds: float) -> None:
     rounds = round(rounds)
-    if most is None or rounds * _of_round(table, rows) < most * table.allreduce_bytes:
+    if most is None or rounds * _round_bytes(table, rows) < most * table.allreduce_bytes:
         return
     at_least = (rounds - 1) * min(rows, table.shape[0]) + 1
-    share = rounds * _of_round(table, rows) / table.allreduce_bytes
+    share = rounds * _round_bytes(table, rows) / table.allreduce_bytes
     raise ConfigError(
         f"reducer: sparse_rows: in the first batch a replica's gradient of {table.path!r} has {at_least:,} touched "
         f"rows of {table.shape[0]:,} or more on a device: it is dense, and {rounds} rounds of {rows} rows send "

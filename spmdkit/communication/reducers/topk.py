@@ -60,7 +60,7 @@ def make(fraction: float = 0.01, most: float | None = 0.5) -> Reducer:
     def reduced(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
         errors = [state["error"] for state in states]
         k = _num_sent(sum(x.size for x in leaves), over.num, fraction, most)
-        total, residuals = _largest(leaves, errors, over, k) if k else _all(leaves, errors, over)
+        total, residuals = _send_largest(leaves, errors, over, k) if k else _send_all(leaves, errors, over)
         return total, [{"error": error} for error in residuals]
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
@@ -116,7 +116,7 @@ def _refusal(fraction: float, most: float, values: int, num: int) -> str:
     )
 
 
-def _largest(
+def _send_largest(
     leaves: Sequence[jax.Array], errors: Sequence[jax.Array], over: ReduceGroup, k: int
 ) -> tuple[Leaves, Leaves]:
     """Returns (sums of the k largest values of each replica, new residuals)."""
@@ -136,7 +136,7 @@ def _largest(
     return unflatten(total, leaves), unflatten(residuals, leaves, jnp.float32)
 
 
-def _all(leaves: Sequence[jax.Array], errors: Sequence[jax.Array], over: ReduceGroup) -> tuple[Leaves, Leaves]:
+def _send_all(leaves: Sequence[jax.Array], errors: Sequence[jax.Array], over: ReduceGroup) -> tuple[Leaves, Leaves]:
     """Returns (sums including all residuals, zero residuals)."""
     compensated = [(x + error).astype(x.dtype) for x, error in zip(leaves, errors, strict=True)]
     return lax.psum(compensated, over.axes), [jnp.zeros_like(error) for error in errors]

@@ -125,16 +125,16 @@ def _agree(
     if turn < fragments:
         gradient = mean(jax.tree.map(lambda a, p: a - p.astype(a.dtype), agreed, local))
         if overlap:
-            return params, sync_state | {"taken": with_fragment(sync_state["taken"], gradient)}
+            return params, sync_state | {"taken": replace_fragment(sync_state["taken"], gradient)}
     else:
         gradient = fragment(sync_state["taken"], fragments, number)
     updates, state = outer.update(gradient, sync_state["outer"][number], agreed)
     new = optax.apply_updates(agreed, updates)
     mixed = jax.tree.map(lambda p, a: alpha * p.astype(a.dtype) + (1 - alpha) * a, local, new) if alpha else new
     states = tuple(state if i == number else other for i, other in enumerate(sync_state["outer"]))
-    return with_fragment(params, mixed), {
+    return replace_fragment(params, mixed), {
         **sync_state,
-        "agreed": with_fragment(sync_state["agreed"], new),
+        "agreed": replace_fragment(sync_state["agreed"], new),
         "outer": states,
     }
 
@@ -176,6 +176,6 @@ def fragment(tree: Any, num: int, number: int) -> Any:
     return jax.tree.unflatten(structure, [x if i == number else None for x, i in zip(leaves, owner, strict=True)])
 
 
-def with_fragment(tree: Any, fragment: Any) -> Any:
+def replace_fragment(tree: Any, fragment: Any) -> Any:
     """Returns the tree with the leaves of a fragment replaced."""
     return jax.tree.map(lambda x, old: old if x is None else x, fragment, tree, is_leaf=lambda x: x is None)

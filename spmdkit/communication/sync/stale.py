@@ -46,11 +46,13 @@ def make(k: int) -> Sync:
     """Returns the sync."""
     check_option(is_whole(k, 0), "stale.k", k, "It is the number of steps that a gradient is late. Write k: 2.")
     return Sync(
-        every=None, optimizer=(lambda tx: late(tx, k)) if k else None, description=f"each gradient {k} steps late"
+        every=None,
+        optimizer=(lambda tx: delay_gradients(tx, k)) if k else None,
+        description=f"each gradient {k} steps late",
     )
 
 
-def late(tx: optax.GradientTransformation, k: int) -> optax.GradientTransformationExtraArgs:
+def delay_gradients(tx: optax.GradientTransformation, k: int) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer with its gradients delayed by `k` steps."""
     tx = optax.with_extra_args_support(tx)
 

@@ -97,12 +97,12 @@ def render(job: ClusterJob) -> Rendered:
         hosts=hosts,
         grace=job.grace_s + POD_GRACE_MARGIN_S,
         selector={f"{gke}-accelerator": tpu, f"{gke}-topology": job.options["topology"]} if tpu else {},
-        env=[] if tpu else _place(hosts),
+        env=[] if tpu else _rank_variables(hosts),
         resources=pods.resources(job, job.whole("chips", 1) if tpu else 0),
     )
 
 
-def _place(hosts: int) -> list[dict[str, Any]]:
+def _rank_variables(hosts: int) -> list[dict[str, Any]]:
     """Returns the variables that give a pod its rank; Kubernetes sets JOB_COMPLETION_INDEX."""
     names = {
         "JOBSET_COORDINATOR": "coordinator",

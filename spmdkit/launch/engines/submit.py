@@ -62,7 +62,7 @@ def prepared(
     return engines[engine].render(job)
 
 
-def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None] = print) -> int:
+def submit(rendered: Rendered, into: Path, run: bool, print_line: Callable[[str], None] = print) -> int:
     """Prints files and commands. With `run`, writes the files into a folder, runs the commands there, and returns the
     exit code of the first that fails.
 
@@ -70,11 +70,11 @@ def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None]
         ConfigError: a command is missing on this machine, or the folder cannot be written.
     """
     for name, text in rendered.files.items():
-        say(f"--- {into / name}")
-        say(redact.redact_text(text.rstrip("\n")))
-    say(f"--- in {into}")
+        print_line(f"--- {into / name}")
+        print_line(redact.redact_text(text.rstrip("\n")))
+    print_line(f"--- in {into}")
     for command in rendered.commands:
-        say(f"$ {redact.redact_text(shlex.join(command))}")
+        print_line(f"$ {redact.redact_text(shlex.join(command))}")
     if not run:
         return 0
     for command in rendered.commands:

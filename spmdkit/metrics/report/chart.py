@@ -60,8 +60,8 @@ def line_chart(series: Sequence[Series], label: str, width: int = 880, height: i
     steps = [step for s in series for step, _ in s.points]
     values = [value for _, value in finite]
     log = min(values) > 0 and max(values) / min(values) > LOG_RATIO
-    x = Scale(*_spread(min(steps), max(steps), share=0), LEFT, width - RIGHT)
-    low, high = (min(values) / 1.15, max(values) * 1.15) if log else _spread(min(values), max(values), share=0.06)
+    x = Scale(*_padded_range(min(steps), max(steps), share=0), LEFT, width - RIGHT)
+    low, high = (min(values) / 1.15, max(values) * 1.15) if log else _padded_range(min(values), max(values), share=0.06)
     y = Scale(low, high, height - BOTTOM, TOP, log)
     across = {tick: _tick(tick, x) for tick in x.ticks() if tick == round(tick)}
     up = {tick: _tick(tick, y) for tick in y.ticks()}
@@ -108,7 +108,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [t for t in ticks if low <= t <= high]
 
 
-def _spread(low: float, high: float, share: float) -> tuple[float, float]:
+def _padded_range(low: float, high: float, share: float) -> tuple[float, float]:
     """Returns a slightly wider range that is never empty."""
     if high == low:
         margin = abs(low) * 0.1 or 1.0
@@ -159,7 +159,7 @@ def _line(series: Series, x: Scale, y: Scale) -> list[str]:
         dots = [
             f'<circle class="{series.style}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="3.5">'
             f"<title>{escape(series.name)} at step {step}: {format_value(value)}</title></circle>"
-            for step, value in thin(finite, MAX_POINTS // 4)
+            for step, value in downsample(finite, MAX_POINTS // 4)
         ]
         return [*_paths(series.points, x, y, series.style), *dots]
     window = _window(series.points)
@@ -174,7 +174,7 @@ def _line(series: Series, x: Scale, y: Scale) -> list[str]:
 def _paths(points: Sequence[Point], x: Scale, y: Scale, style: str) -> list[str]:
     """Returns one polyline per stretch without a gap."""
     stretches: list[list[Point]] = [[]]
-    for step, value in thin(points, MAX_POINTS):
+    for step, value in downsample(points, MAX_POINTS):
         if math.isfinite(value):
             stretches[-1].append((step, value))
         elif stretches[-1]:
@@ -186,7 +186,7 @@ def _paths(points: Sequence[Point], x: Scale, y: Scale, style: str) -> list[str]
     ]
 
 
-def thin(points: Sequence[Point], count: int) -> list[Point]:
+def downsample(points: Sequence[Point], count: int) -> list[Point]:
     """Returns at most about `count` points, the lowest and the highest of each bin, so that no spike is lost."""
     if len(points) <= count:
         return list(points)

@@ -65,7 +65,7 @@ class JsonlTracker:
         self.dropped_damaged = 0
         try:
             if self.path.exists():
-                self._cut_back(keep_through_step)
+                self._truncate(keep_through_step)
             self._descriptor: int | None = self._open()
         except OSError as error:
             raise not_writable(self.path, error) from error
@@ -106,7 +106,7 @@ class JsonlTracker:
         """Drops the lines of steps after `step`: training continues from there."""
         assert self._descriptor is not None, "rewind after close"
         try:
-            self._cut_back(step)
+            self._truncate(step)
             os.close(self._descriptor)  # the descriptor of the replaced file
             self._descriptor = self._open()
         except OSError as error:
@@ -115,7 +115,7 @@ class JsonlTracker:
     def _open(self) -> int:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
 
-    def _cut_back(self, keep_through_step: int | None) -> None:
+    def _truncate(self, keep_through_step: int | None) -> None:
         content = self.path.read_bytes()
         lines = []
         for line in content.split(b"\n"):

@@ -102,7 +102,7 @@ class Trackers:
                 f"trackers: {names} did not take its last records within {self._patience_s:g} s. They are left out."
             )
 
-    def _work_of(self, use: Callable[[Tracker], None]) -> Callable[[], None]:
+    def _next_work(self, use: Callable[[Tracker], None]) -> Callable[[], None]:
         """Returns the work of the thread: a rewind if one is pending, then `use` of each tracker."""
         back = self._back
 
@@ -115,7 +115,7 @@ class Trackers:
 
     def _put(self, use: Callable[[Tracker], None]) -> None:
         try:
-            self._queue.put_nowait(self._work_of(use))
+            self._queue.put_nowait(self._next_work(use))
             self._back = None
         except queue.Full:
             if use is nothing:
@@ -130,7 +130,7 @@ class Trackers:
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
-        self._work_of(lambda tracker: tracker.flush())()
+        self._next_work(lambda tracker: tracker.flush())()
         self._each(lambda tracker: tracker.close())
 
     def _each(self, use: Callable[[Tracker], None]) -> None:

@@ -56,7 +56,7 @@ def through_slots(
     """
     choices, chosen_weights = all_gather(routing.experts_BTK, sequence, 1), all_gather(routing.weights_BTK, sequence, 1)
     num_experts = routing.probs_BTE.shape[-1]
-    places = _places(choices, chosen_weights if by_weight else None, positions, num_experts, slots, slot_axes)
+    places = _slot_map(choices, chosen_weights if by_weight else None, positions, num_experts, slots, slot_axes)
 
     x_BSD = sum_rows(all_gather(x_BTD, sequence, 1), places.token_BS1, places.slot_BTK)
     one_each: Callable[[jax.Array], jax.Array] = lambda a_BTK: a_BTK.reshape(a_BTK.shape[0], -1, 1)
@@ -68,7 +68,7 @@ def through_slots(
     return sum_rows(_from_experts(y_END, len(x_BTD), num_experts), places.slot_BTK, places.token_BS1)
 
 
-class _Places(NamedTuple):
+class _SlotMap(NamedTuple):
     """The map between choices and slots of this device; -1 for none."""
 
     token_BS1: jax.Array
@@ -76,14 +76,14 @@ class _Places(NamedTuple):
     slot_BTK: jax.Array
 
 
-def _places(
+def _slot_map(
     experts_BTK: jax.Array,
     weights_BTK: jax.Array | None,
     positions: jax.Array,
     num_experts: int,
     slots: int,
     slot_axes: Names,
-) -> _Places:
+) -> _SlotMap:
     """Returns the slots of the choices, sorted by (expert, rank of the choice, [weight], position) and counted per
     expert."""
     B, T, K = experts_BTK.shape
@@ -114,7 +114,7 @@ def _places(
     is_here_BN = (expert_BN < num_experts) & (number_BN < slots) & (local_BN >= 0) & (local_BN < local_slots)
     slot_BN = jnp.where(is_here_BN, expert_BN * local_slots + local_BN, -1)
     token_BS = jnp.where(choice_BS >= 0, choice_BS // K, -1)
-    return _Places(token_BS[..., None], choice_BS[..., None], slot_BN.reshape(B, T, K))
+    return _SlotMap(token_BS[..., None], choice_BS[..., None], slot_BN.reshape(B, T, K))
 
 
 def _to_experts(x_BSD: jax.Array, num_experts: int) -> jax.Array:

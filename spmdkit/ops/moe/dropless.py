@@ -61,7 +61,7 @@ def _by_all_gather(
     num_local = num_experts // axis_size("expert")
     local_NK = experts_NK - axis_index("expert") * num_local
     local_NK = jnp.where((local_NK >= 0) & (local_NK < num_local), local_NK, num_local)
-    y_ND = _through_own(x_ND, local_NK, weights_NK, weights, expert, num_local)
+    y_ND = _run_local_experts(x_ND, local_NK, weights_NK, weights, expert, num_local)
     return reduce_scatter(y_ND, "expert", 0)
 
 
@@ -91,11 +91,11 @@ def _by_ragged_all_to_all(
     ends = jnp.cumsum(count_sde[:, device].reshape(-1), dtype=jnp.int32)
     segment_R = jnp.searchsorted(ends, jnp.arange(len(x_RD), dtype=jnp.int32), side="right").astype(jnp.int32)
     local_R1 = jnp.where(segment_R < len(ends), segment_R % num_local, num_local)[:, None]
-    y_RD = return_rows(_through_own(x_RD, local_R1, weight_R1, weights, expert, num_local))
+    y_RD = return_rows(_run_local_experts(x_RD, local_R1, weight_R1, weights, expert, num_local))
     return sum_rows(y_RD[None], by_expert.row_NK[None], by_expert.token_R[None, :, None])[0]
 
 
-def _through_own(
+def _run_local_experts(
     x_ND: jax.Array, local_NK: jax.Array, weights_NK: jax.Array, weights: Any, expert: Expert, num_local: int
 ) -> jax.Array:
     """Returns [N, D]: for each token the weighted sum over its chosen experts on this device. `local_NK`: local expert

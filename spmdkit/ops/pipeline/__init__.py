@@ -33,7 +33,7 @@ from typing import Any
 import jax
 
 from spmdkit.foundation.trees import abstract
-from spmdkit.ops.pipeline.checks import check_layers, check_place, checked, loss_and_metrics, without_gradient
+from spmdkit.ops.pipeline.checks import check_layers, check_not_in_manual, checked, loss_and_metrics, without_gradient
 from spmdkit.ops.pipeline.gpipe import forward
 from spmdkit.ops.pipeline.one_f_one_b import one_f_one_b
 from spmdkit.ops.pipeline.parts import AXIS, Model, Pipe, Rows, layers_in_order
@@ -92,7 +92,7 @@ def _pipelined(
     context = trace_context.current()
     context.usage.record_call("pipeline")
     context.usage.axes.add(AXIS)
-    check_place(context)
+    check_not_in_manual(context)
     num_stages, settings = context.sharding.size(AXIS), context.options.pipeline
     check_layers(layers, stacked_dims, num_stages, settings.chunks)
     rows = without_gradient(rows)

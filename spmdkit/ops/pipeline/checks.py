@@ -14,13 +14,13 @@ from jax.custom_derivatives import SymbolicZero
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import describe, first_difference, named_leaves
-from spmdkit.ops.pipeline.parts import Model, Rows, alone, working_on
+from spmdkit.ops.pipeline.parts import Model, Rows, fresh_trace, using_rows
 from spmdkit.ops.remat import remat
 from spmdkit.step import trace_context
 from spmdkit.step.metrics.mean import Mean, Means
 
 
-def check_place(context: trace_context.Context) -> None:
+def check_not_in_manual(context: trace_context.Context) -> None:
     """Raises ConfigError inside `sk.manual`."""
     if context.in_manual:
         raise ConfigError(
@@ -60,8 +60,8 @@ def checked(
 
     def traced(name: str, fn: Callable[..., Any], *args: Any) -> Any:
         def on_rows(rows: Rows, *args: Any) -> Any:
-            with working_on(trace, rows, jnp.int32(0) if name == "layer" else None):
-                return alone(fn, *args, rows.data)
+            with using_rows(trace, rows, jnp.int32(0) if name == "layer" else None):
+                return fresh_trace(fn, *args, rows.data)
 
         closed, out = jax.make_jaxpr(on_rows, return_shape=True)(rows, *args)
         if any(isinstance(c, jax.core.Tracer) for c in closed.consts):

@@ -83,7 +83,7 @@ def one_f_one_b(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) 
 
     def run_with_gradient(floats: Any, rows: Rows, others: Any) -> Any:
         embedding, layers, head = rebuild(floats, others)
-        sums, grads = _both(pipe, embedding, layers, head, rows)
+        sums, grads = _loss_and_gradient(pipe, embedding, layers, head, rows)
         return sums, (grads, floats)
 
     def scale(saved: Any, cotangents: Any) -> Any:
@@ -96,7 +96,7 @@ def one_f_one_b(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) 
     return dataclasses.replace(lax.stop_gradient(loss), sum=loss.sum), metrics
 
 
-def _both(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> tuple[Any, list[jax.Array]]:
+def _loss_and_gradient(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> tuple[Any, list[jax.Array]]:
     """Returns (sums over microbatches, gradient of the loss's sum for each floating point leaf)."""
     loop = _TickLoop(pipe, embedding, pipe.chunks(layers), head, pipe.microbatches(rows))
     end = _run(loop)

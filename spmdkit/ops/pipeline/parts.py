@@ -54,7 +54,7 @@ class Rows:
 
 
 @contextlib.contextmanager
-def working_on(context: trace_context.Context, rows: Rows, layer: Any = None) -> Iterator[None]:
+def using_rows(context: trace_context.Context, rows: Rows, layer: Any = None) -> Iterator[None]:
     """Context in which the user's functions are traced with `rows` as the current examples, in a layer or none."""
     scope: Any = contextlib.nullcontext()
     if rows.positions is not None:
@@ -67,7 +67,7 @@ def working_on(context: trace_context.Context, rows: Rows, layer: Any = None) ->
 _traces = itertools.count()
 
 
-def alone(fn: Callable[..., Any], *args: Any) -> Any:
+def fresh_trace(fn: Callable[..., Any], *args: Any) -> Any:
     """Returns `fn(*args)` from a new trace. `jax.checkpoint` caches its first trace, with arrays of that time, by the
     names of the axes in scope (jax 0.10.2). So each trace gets a unique axis name."""
     return jax.vmap(fn, None, None, axis_size=1, axis_name=f"pipeline trace {next(_traces)}")(*args)
@@ -92,15 +92,15 @@ class Pipe:
 
     def stage(self, stage: Any, chunk: Any, embedding: Any, weights: Any, x: Any, rows: Rows) -> Any:
         """Returns x[b, ...] after one chunk of layers; the input of the first is the embedding of the rows."""
-        with working_on(self.context, rows):
-            x = select((stage == 0) & (chunk == 0), alone(self.model.embed, embedding, rows.data), x)
+        with using_rows(self.context, rows):
+            x = select((stage == 0) & (chunk == 0), fresh_trace(self.model.embed, embedding, rows.data), x)
             first = (chunk * self.num_stages + stage) * jax.tree.leaves(weights)[0].shape[0]
-            return layers_in_order(lambda x, w: alone(self.model.layer, x, w, rows.data), first, x, weights)
+            return layers_in_order(lambda x, w: fresh_trace(self.model.layer, x, w, rows.data), first, x, weights)
 
     def head(self, params: Any, x: Any, rows: Rows) -> Any:
         """Returns the result of the user's head for one part of a microbatch."""
-        with working_on(self.context, rows):
-            return alone(self.model.head, x, params, rows.data)
+        with using_rows(self.context, rows):
+            return fresh_trace(self.model.head, x, params, rows.data)
 
     # ---- the stage dim
 
@@ -174,8 +174,8 @@ class Pipe:
         """Returns (the rows of a microbatch for the parts of the head, the dims to map over the parts)."""
         if self.head_dim is None:
             return rows, None
-        shard = lambda x: self.place(self._parts(x, 0), AXIS) if self._is_cut(x.shape) else x
-        axes = rows.map(lambda x: 0 if self._is_cut(x.shape) else None)
+        shard = lambda x: self.place(self._parts(x, 0), AXIS) if self._is_sharded(x.shape) else x
+        axes = rows.map(lambda x: 0 if self._is_sharded(x.shape) else None)
         return rows.map(shard), dataclasses.replace(axes, key=None)
 
     def spread(self, out: Any) -> Any:
@@ -188,7 +188,7 @@ class Pipe:
             return out
 
         def spread_leaf(x: jax.Array) -> jax.Array:
-            if not self._is_cut(x.shape[1:]):
+            if not self._is_sharded(x.shape[1:]):
                 return jnp.broadcast_to(x[-1], x.shape)
             x = self.place(self._parts(x, 1), None, AXIS, "rows")
             x = self.place(x, AXIS, None, "rows")[:, -1]
@@ -207,14 +207,14 @@ class Pipe:
             return jnp.where(is_last.reshape(-1, *(1,) * (x.ndim - stage_dim - 1)), x, 0)
 
         def gather_leaf(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-            if not self._is_cut(shape):
+            if not self._is_sharded(shape):
                 return at_last(jnp.broadcast_to(x.sum(0), x.shape), 0)
             x = self.place(at_last(jnp.broadcast_to(x[:, None], (x.shape[0], *x.shape)), 1), AXIS, None, "rows")
             return join(self.place(x, None, AXIS, "rows"), dim + 1, self._num_shards(dim))
 
         return jax.tree.map(lambda x, s: gather_leaf(x, s.shape), parts, self.x_shapes)
 
-    def _is_cut(self, shape: tuple[int, ...]) -> bool:
+    def _is_sharded(self, shape: tuple[int, ...]) -> bool:
         return self.head_dim == 0 or (len(shape) > 1 and shape[1] == self.num_tokens)
 
     def _parts(self, x: jax.Array, lead: int) -> jax.Array:

@@ -20,7 +20,9 @@ from spmdkit.plan.hlo.text import SAME, Computation, Instruction, Module
 def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields a finding for each gather of shards that are never used as shards."""
     wanted: dict[str, Collective] = {
-        c.names[0]: c for c in step.bill.collectives if (c.emulated_op or c.op) == "all_gather" and step.matters(c)
+        c.names[0]: c
+        for c in step.bill.collectives
+        if (c.emulated_op or c.op) == "all_gather" and step.is_significant(c)
     }
     if not wanted:
         return
@@ -42,7 +44,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
                     "device needs all of it."
                 ),
             )
-        elif _cut_from_whole(step.module, visit.instruction, c.group_size):
+        elif _is_sliced_from_full(step.module, visit.instruction, c.group_size):
             yield Finding(
                 "gather-of-unsharded",
                 (
@@ -54,15 +56,15 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             )
 
 
-def _cut_from_whole(module: Module, gather: Instruction, group_size: int) -> bool:
+def _is_sliced_from_full(module: Module, gather: Instruction, group_size: int) -> bool:
     """Returns whether a gather's operand is one part in `group_size` of a full array, sliced at the device's index."""
     computation = module.around(gather)
     operands = computation.operands(gather)
     if not operands:
         return False
-    part = computation.behind(operands[0], SAME)
+    part = computation.producer(operands[0], SAME)
     place = module.fused(part) if part.opcode == "fusion" else computation
-    cut = place.behind(place.root, SAME) if part.opcode == "fusion" else part
+    cut = place.producer(place.root, SAME) if part.opcode == "fusion" else part
     if cut.opcode != "dynamic-slice" or not (operands := place.operands(cut)):
         return False
     if operands[0].shapes[0].size != cut.shapes[0].size * group_size:

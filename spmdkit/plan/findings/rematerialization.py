@@ -51,7 +51,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             _FIX,
         )
     for c in step.bill.collectives:
-        if c.op != "all_gather" or c.source in seen or not step.matters(c):
+        if c.op != "all_gather" or c.source in seen or not step.is_significant(c):
             continue
         gather = next(i for i in step.module.instructions() if i.name == c.names[0])
         if only_parts_read(step.module, gather, c.group_size):

@@ -24,7 +24,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     devices, parts, sizes = list(step.program.mesh.devices.flat), target.num_slices, step.program.sizes
     crossing: dict[str, list[Collective]] = {}
     for c in step.bill.rows:
-        if step.matters(c) and link_path_of(target, devices, c).crosses:
+        if step.is_significant(c) and link_path_of(target, devices, c).crosses:
             for axis in (axis for axis in c.axes if axis in MODEL_AXES):
                 crossing.setdefault(axis, []).append(c)
     for axis, rows in crossing.items():

@@ -24,7 +24,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         return
     instructions = {i.name: i for i in step.module.instructions()}
     for c in step.bill.collectives:
-        if (c.emulated_op or c.op) not in _MOVES or c.dtype != "f32" or not step.matters(c):
+        if (c.emulated_op or c.op) not in _MOVES or c.dtype != "f32" or not step.is_significant(c):
             continue
         if all_readers(step.module, instructions[c.names[0]], _is_cast, 12):
             yield Finding(

@@ -125,7 +125,7 @@ def _read(module: Module, i: Instruction, op: str, caller: Instruction | None) -
         "is_async": is_spread(i) or i.opcode.endswith("-start") or of_caller in ("async-start", "call-start"),
         "source": source_of(module, named),
         "op_name": op_name_of(module, named),
-        "emulated_op": _stands_for(module, i, inputs, group_size) if op == "all_reduce" else None,
+        "emulated_op": _emulated_op(module, i, inputs, group_size) if op == "all_reduce" else None,
     }
 
 
@@ -154,7 +154,7 @@ def _sliced(module: Module, i: Instruction, caller: Instruction, group_size: int
     return bool(users) and part_bytes * group_size == full_bytes and all(user.opcode in slices for user in users)
 
 
-def _stands_for(module: Module, i: Instruction, put_in: list[Instruction], group_size: int) -> str | None:
+def _emulated_op(module: Module, i: Instruction, put_in: list[Instruction], group_size: int) -> str | None:
     """Returns the cheaper op that an all-reduce emulates, or None.
 
     `all_gather`: each device inserts its shard into zeros. `reduce_scatter`: each device reads one part in `group_size`

@@ -78,7 +78,7 @@ def _peak(
     dying: dict[int, list[Instruction]] = defaultdict(list)
     now, best, alive, at_best = 0, 0, dict[str, Instruction](), list[Instruction]()
     for i in computation.instructions:
-        if _makes(module, i) and not (computation.is_entry and last[i.name] == end):
+        if _allocates(module, i) and not (computation.is_entry and last[i.name] == end):
             dying[last[i.name]].append(i)
             alive[i.name] = i
             now += own_bytes(i)
@@ -103,7 +103,7 @@ def _reused(i: Instruction, dying: Iterable[Instruction]) -> int:
     return num_bytes if any(j.name in i.operands and own_bytes(j) == num_bytes for j in dying) else 0
 
 
-def _makes(module: Module, i: Instruction) -> bool:
+def _allocates(module: Module, i: Instruction) -> bool:
     """Returns whether an instruction allocates its result and does not only rename or update its operand."""
     return i.opcode not in _FREE and i.opcode not in _RENAMES and not _updates_in_place(module, i)
 
@@ -112,7 +112,7 @@ def _updates_in_place(module: Module, i: Instruction) -> bool:
     if i.opcode != "fusion":
         return False
     fused = module.fused(i)
-    return fused.behind(fused.root, ("bitcast", "copy", "convert")).opcode == "dynamic-update-slice"
+    return fused.producer(fused.root, ("bitcast", "copy", "convert")).opcode == "dynamic-update-slice"
 
 
 def _last_uses(module: Module, computation: Computation) -> dict[str, int]:
@@ -121,7 +121,7 @@ def _last_uses(module: Module, computation: Computation) -> dict[str, int]:
     last = {i.name: i.index for i in computation.instructions}
     last[computation.root.name] = len(computation.instructions)
     for i in reversed(computation.instructions):
-        renames = not _makes(module, i) and i.opcode not in _FREE
+        renames = not _allocates(module, i) and i.opcode not in _FREE
         for operand in i.operands:
             if operand in last:
                 last[operand] = max(last[operand], last[i.name] if renames else i.index)

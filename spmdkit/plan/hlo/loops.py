@@ -118,18 +118,18 @@ class _Affine(NamedTuple):
     offset: int
 
 
-class _Place(NamedTuple):
+class _Scope(NamedTuple):
     """The scope of an instruction: inside a called computation, parameters are the operands of `caller` in `outer`."""
 
     computation: Computation
     loop: Instruction | None = None
     caller: Instruction | None = None
-    outer: _Place | None = None
+    outer: _Scope | None = None
 
 
 def _from_condition(module: Module, loop: Instruction, site: Site | None) -> int | None:
     condition, body = (module.computations[loop.called[role][0]] for role in ("condition", "body"))
-    comparison = _comparison(module, condition.root, _Place(condition, loop))
+    comparison = _comparison(module, condition.root, _Scope(condition, loop))
     if comparison is None:
         return None
     left, right, direction = comparison
@@ -140,7 +140,7 @@ def _from_condition(module: Module, loop: Instruction, site: Site | None) -> int
         return None
     bound = _entry_value(module, loop, site, right)
     start = _entry_value(module, loop, site, _Affine(left.element, 0), invariant=False)
-    after = _value(module, body.root, left.element, _Place(body, loop))
+    after = _value(module, body.root, left.element, _Scope(body, loop))
     if bound is None or start is None or after is None or after.element != left.element:
         return None
     return _count(start + left.offset, bound, after.offset, direction)
@@ -161,7 +161,7 @@ def _count(start: int, bound: int, stride: int, direction: str) -> int | None:
     return -((start - bound) // stride) if stride > 0 else None
 
 
-def _comparison(module: Module, i: Instruction | None, place: _Place) -> tuple[_Affine, _Affine, str] | None:
+def _comparison(module: Module, i: Instruction | None, place: _Scope) -> tuple[_Affine, _Affine, str] | None:
     """Returns (left, right, direction) if an instruction is one comparison of integers."""
     if i is None:
         return None
@@ -170,7 +170,7 @@ def _comparison(module: Module, i: Instruction | None, place: _Place) -> tuple[_
         direction = i.attribute("direction")
         return None if left is None or right is None or direction is None else (left, right, direction)
     if inner := _called(module, i):
-        return _comparison(module, inner.root, _Place(inner, None, i, place))
+        return _comparison(module, inner.root, _Scope(inner, None, i, place))
     return _comparison(module, place.computation.operand(i), place) if i.opcode in _SAME else None
 
 
@@ -180,7 +180,7 @@ def _called(module: Module, i: Instruction) -> Computation | None:
 
 
 def _value(
-    module: Module, i: Instruction | None, index: int | None, place: _Place, depth: int = _DEPTH
+    module: Module, i: Instruction | None, index: int | None, place: _Scope, depth: int = _DEPTH
 ) -> _Affine | None:
     """Returns a scalar integer, or element `index` of a tuple, as an element of the loop's carry plus a constant."""
     if i is None or not depth:
@@ -198,11 +198,11 @@ def _value(
         source = place.outer.computation.operand(place.caller, int(i.text))
         return _value(module, source, index, place.outer, depth - 1)
     if inner := _called(module, i):
-        return _value(module, inner.root, index, _Place(inner, None, i, place), depth - 1)
+        return _value(module, inner.root, index, _Scope(inner, None, i, place), depth - 1)
     if index is not None:
         if i.opcode == "tuple":
             return operand(index, None)
-        return operand(0, index) if i.opcode == "while" and _keeps(module, i, index) else None
+        return operand(0, index) if i.opcode == "while" and _is_passed_through(module, i, index) else None
     if i.opcode == "constant":
         text = i.text.strip()
         return _Affine(None, int(text)) if text.lstrip("-").isdigit() else None
@@ -217,10 +217,10 @@ def _value(
     return _Affine(right.element if left.element is None else left.element, left.offset + sign * right.offset)
 
 
-def _keeps(module: Module, loop: Instruction, index: int) -> bool:
+def _is_passed_through(module: Module, loop: Instruction, index: int) -> bool:
     """Returns whether a loop passes an element of its carry through unchanged."""
     body = module.computations[loop.called["body"][0]]
-    return _value(module, body.root, index, _Place(body, loop)) == _Affine(index, 0)
+    return _value(module, body.root, index, _Scope(body, loop)) == _Affine(index, 0)
 
 
 def _entry_value(
@@ -229,11 +229,11 @@ def _entry_value(
     """Returns the integer of a value at loop entry; with `invariant`, only if the loop does not change it."""
     if value.element is None:
         return value.offset
-    if invariant and not _keeps(module, loop, value.element):
+    if invariant and not _is_passed_through(module, loop, value.element):
         return None
     around = module.around(loop)
     outer = site.caller if site is not None and site.caller.opcode == "while" else None
-    first = _value(module, around.operand(loop), value.element, _Place(around, outer))
+    first = _value(module, around.operand(loop), value.element, _Scope(around, outer))
     if first is None:
         return None
     if outer is None or site is None:

@@ -16,10 +16,10 @@ def only_parts_read(module: Module, i: Instruction, group_size: int) -> bool:
     users = module.around(i).users[i.name]
     arrays = [i] if len(i.shapes) == 1 else [u for u in users if u.opcode == "get-tuple-element"]
     arrays = [a for a in arrays if a.shapes[0].size * 4 >= large]
-    return bool(arrays) and all(all_readers(module, a, _takes_part(a.shapes[0].size, group_size), 8) for a in arrays)
+    return bool(arrays) and all(all_readers(module, a, _reads_part(a.shapes[0].size, group_size), 8) for a in arrays)
 
 
-def _takes_part(whole: int, group_size: int) -> Callable[[Instruction], bool | None]:
+def _reads_part(whole: int, group_size: int) -> Callable[[Instruction], bool | None]:
     def wanted(reader: Instruction) -> bool | None:
         if reader.opcode == "dynamic-slice":
             return reader.shapes[0].size * group_size <= whole
@@ -56,7 +56,7 @@ def all_readers(module: Module, i: Instruction, wanted: Callable[[Instruction], 
 def is_padded_shard(module: Module, i: Instruction, group_size: int) -> bool:
     """Returns whether an array is zeros with one part in `group_size` inserted."""
     computation = module.around(i)
-    i = computation.behind(i, SAME)
+    i = computation.producer(i, SAME)
     base_of = module.fused(i) if i.opcode == "fusion" else computation
     root = base_of.root if i.opcode == "fusion" else i
     if root.opcode != "dynamic-update-slice":

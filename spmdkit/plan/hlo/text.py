@@ -188,7 +188,7 @@ class Computation:
         """Returns the instructions that produce the operands."""
         return [self.by_name[name] for name in instruction.operands if name in self.by_name]
 
-    def behind(self, instruction: Instruction, forms: Collection[str]) -> Instruction:
+    def producer(self, instruction: Instruction, forms: Collection[str]) -> Instruction:
         """Returns the instruction that produces the data, skipping operations of `forms`."""
         while instruction.opcode in forms and (source := self.operand(instruction)) is not None:
             instruction = source

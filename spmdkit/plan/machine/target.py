@@ -142,7 +142,7 @@ def _parse_tpu(text: str, chip: Chip, shape: str) -> Target:
     name = chip.name
     slice_shape, star, count = shape.partition("*")
     dims, counts = _sizes(slice_shape), _sizes(count) if star else (1,)
-    if len(counts) != 1 or counts[0] > 64 or not _offered(chip, dims):
+    if len(counts) != 1 or counts[0] > 64 or not _available(chip, dims):
         raise ConfigError(
             f"target {text!r}: {name} has no slice of shape {shape!r}. A slice of {name} is {_shapes(chip)}; *N joins "
             f"up to 64 of them. Try --target tpu:{name}:{_nearest_shape(chip, dims)}."
@@ -173,7 +173,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts)) if all(re.fullmatch(r"[1-9][0-9]{0,5}", part) for part in parts) else ()
 
 
-def _offered(chip: Chip, dims: tuple[int, ...]) -> bool:
+def _available(chip: Chip, dims: tuple[int, ...]) -> bool:
     if "x".join(map(str, dims)) in chip.topologies:
         return True
     if not chip.cube or len(dims) != chip.torus_dims:

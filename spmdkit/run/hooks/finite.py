@@ -63,7 +63,7 @@ def make(config: Any) -> Hook:
         if 0 <= step - looked[0] < LOOK_EVERY:
             return None
         looked[0] = step
-        return None if _look(run.program.mesh)(state) else policy.to_state(run, step, state)
+        return None if _all_finite(run.program.mesh)(state) else policy.to_state(run, step, state)
 
     def after_eval(run: RunView, step: int, values: Mapping[str, Any]) -> Action | None:
         if not (bad := not_finite(values)):
@@ -219,7 +219,7 @@ def format_metrics(bad: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _look(mesh: Mesh) -> Any:
+def _all_finite(mesh: Mesh) -> Any:
     """Returns the compiled `state -> bool[]`: whether all leaves are finite, the same on every device."""
 
     def finite(state: Any) -> jax.Array:

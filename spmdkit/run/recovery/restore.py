@@ -106,7 +106,7 @@ def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path
         raise CheckpointError(text)
 
 
-def keep_old_records(run_dir: Path) -> list[str]:
+def rename_old_records(run_dir: Path) -> list[str]:
     """Renames the metrics of a run without checkpoints; returns a message per file."""
     lines = []
     for name in RECORDS:

@@ -132,10 +132,10 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def table(found: Sequence[Change]) -> str:
     """Returns one line per change."""
     wide = max(len(change.key) for change in found)
-    return "\n".join(f"  {c.key:{wide}}  {_cut(c.before)} -> {_cut(c.now)}" for c in found)
+    return "\n".join(f"  {c.key:{wide}}  {_shorten(c.before)} -> {_shorten(c.now)}" for c in found)
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= MAX_CHARS else f"{line[: MAX_CHARS // 2]} ... {line[-MAX_CHARS // 2 + 5 :]}"
 

@@ -56,7 +56,7 @@ def go_back(run: Returnable, to_step: int | None, skip_batches: int, batches: Se
     run.return_to(found)
     more = skipped_batches.add(run.program, target, before, skip_batches, batches)
     skipped_batches.write(run.directory, run.cluster, run.program.schedule.skipped)
-    bucket.keep_skipped(run.config, run.cluster, run.directory)
+    bucket.upload_skipped(run.config, run.cluster, run.directory)
     if run.cluster.is_main:
         run.reporter.trackers.rewind(target)
     run.events.write("rolled_back", step=target, from_step=from_step, skipped_batches=more)

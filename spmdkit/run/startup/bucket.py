@@ -31,7 +31,7 @@ def checkpoints_of(config: Config) -> location.Location:
     return location.resolve(chosen) if chosen is not None else config.resolved_run_dir() / "checkpoints"
 
 
-def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack: ExitStack) -> Callable[[], bool]:
+def lease_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack: ExitStack) -> Callable[[], bool]:
     """Leases the bucket's folder until `stack` is closed. Returns the check that this run still owns the folders that
     it writes to.
 
@@ -42,8 +42,10 @@ def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack:
     directory = checkpoints_of(config)
     if not isinstance(directory, Remote):
         return local.is_owner
-    say = lambda line: None if config.log.progress == "off" else print(visible(line), file=sys.stderr, flush=True)
-    lease = Lease(directory, local.attempt, say=say)
+    print_line = lambda line: (
+        None if config.log.progress == "off" else print(visible(line), file=sys.stderr, flush=True)
+    )
+    lease = Lease(directory, local.attempt, print_line=print_line)
 
     def acquire() -> dict[str, str]:
         if cluster.is_main:
@@ -57,7 +59,7 @@ def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack:
     return lambda: local.is_owner() and (not cluster.is_main or lease.is_owner())
 
 
-def bring_records(config: Config, run_dir: Path) -> list[str]:
+def download_records(config: Config, run_dir: Path) -> list[str]:
     """Downloads the records that were copied with the checkpoints, if they have more steps than the local ones; returns
     lines for the user.
 
@@ -80,7 +82,7 @@ def bring_records(config: Config, run_dir: Path) -> list[str]:
     return lines
 
 
-def bring_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
+def download_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
     """Downloads the list of skipped batches on process 0, if its disk has none."""
     directory, path = checkpoints_of(config), run_dir / skipped_batches.NAME
     if isinstance(directory, Remote) and cluster.is_main and not path.exists():
@@ -88,7 +90,7 @@ def bring_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
             files.replace(path, (directory / location.RUN_FOLDER / skipped_batches.NAME).read_bytes())
 
 
-def keep_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
+def upload_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
     """Uploads the list of skipped batches on process 0 as soon as it is written, before the next save."""
     directory = checkpoints_of(config)
     if isinstance(directory, Remote) and cluster.is_main:

@@ -24,7 +24,7 @@ WRITTEN_BY_OTHERS = ("report.html",)
 """Files that `spmdkit report` writes while a run is active."""
 
 
-def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: bool = True) -> Fence:
+def claim_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: bool = True) -> Fence:
     """Returns the fence of the directory, which is locked until `stack` is closed.
 
     Args:
@@ -50,7 +50,7 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
 
     def seen() -> dict[str, str]:
         if not shared:
-            _take_own(directory, fence.attempt, stack)
+            _claim_own(directory, fence.attempt, stack)
             return {}
         if wait_for_claim(directory, fence.attempt, RUN_DIRECTORY_VISIBLE_S):
             return {"attempt.json": fence.attempt}
@@ -60,7 +60,7 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
     return fence
 
 
-def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
+def _claim_own(directory: Path, attempt: str, stack: ExitStack) -> None:
     """Returns when the folder belongs to this attempt: that of process 0, or a local one, locked and claimed."""
     deadline = Deadline(RUN_DIRECTORY_VISIBLE_S)
     while not wait_for_claim(directory, attempt, 0):

@@ -63,7 +63,7 @@ def traced(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, shapes: Sequence[A
         return jnp.zeros(())
 
     mapped = jax.shard_map(probe, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=typed)
-    with compat.outside_of_spmd_vmaps():
+    with compat.hide_spmd_vmap_axes():
         return jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes))
 
 
@@ -118,7 +118,7 @@ class _Backward(Walk):
         backward, line = self.around[-1]
         backward, line = backward or _is_backward(eqn), compat.source_line(eqn) or line
         if not backward:
-            self._leave(given)
+            self._record_leaving(given)
         if backward and eqn.primitive.name in _CASTS and line in self.own:
             return [Depends()] * len(eqn.outvars)
         self.around.append((backward, line))
@@ -126,10 +126,12 @@ class _Backward(Walk):
         self.around.pop()
         if backward and line in self.lines and _adds_over(eqn, self.over):
             found = [Depends(0, depends.all | 1 << self.lines.index(line)) for depends in found]
-        self._leave(depends for var, depends in zip(eqn.outvars, found, strict=True) if var not in self.used[-1])
+        self._record_leaving(
+            depends for var, depends in zip(eqn.outvars, found, strict=True) if var not in self.used[-1]
+        )
         return found
 
-    def _leave(self, given: Iterable[Depends]) -> None:
+    def _record_leaving(self, given: Iterable[Depends]) -> None:
         for depends in given:
             self.left[0] |= depends.all
 

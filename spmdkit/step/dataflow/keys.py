@@ -122,12 +122,12 @@ def key_uses(closed: jax.extend.core.ClosedJaxpr, keys: Sequence[int]) -> KeyUse
     uses, given = KeyUses(), [Value()] * len(closed.jaxpr.invars)
     for index in keys:
         given[index] = Value(("key", index))
-    _Walk(uses, itertools.count(), {}).run(closed.jaxpr, given, _Place())
+    _Walk(uses, itertools.count(), {}).run(closed.jaxpr, given, _CallSite())
     return uses
 
 
 @dataclass(frozen=True)
-class _Place:
+class _CallSite:
     """Where a jaxpr is called: the loops, branches and traces around it, and the line of the call."""
 
     loops: tuple[int, ...] = ()
@@ -142,7 +142,7 @@ class _Walk:
     numbers: Iterator[int]
     lines: dict[int, str | None]  # of loops
 
-    def run(self, jaxpr: Any, given: Sequence[Value], place: _Place) -> list[Value]:
+    def run(self, jaxpr: Any, given: Sequence[Value], place: _CallSite) -> list[Value]:
         """Returns the results of a jaxpr."""
         known: dict[Any, Value] = {}
         name: Callable[[Any, Value], Value] = lambda var, x: x if x.path or x.same else x._replace(same=id(var))
@@ -153,7 +153,7 @@ class _Walk:
             known.update((var, name(var, value)) for var, value in zip(eqn.outvars, outputs, strict=True))
         return [read(var) for var in jaxpr.outvars]
 
-    def _results(self, eqn: Any, given: list[Value], place: _Place) -> list[Value]:
+    def _results(self, eqn: Any, given: list[Value], place: _CallSite) -> list[Value]:
         name, num = eqn.primitive.name, len(eqn.outvars)
         around = frozenset().union(*(value.loops for value in given))
         inner = list(jaxprs.inner_jaxprs(eqn))
@@ -191,7 +191,7 @@ class _Walk:
             call = Call(line, here.trace, here.loops)
         return [Value((*path, i), around, call) for i in range(num)]
 
-    def _draw(self, key: Value, place: _Place) -> None:
+    def _draw(self, key: Value, place: _CallSite) -> None:
         if key.path is None:
             return
         if same := [loop for loop in place.loops if loop not in key.loops]:
@@ -200,7 +200,7 @@ class _Walk:
                 self.uses.repeated.append((key.call and key.call.line, self.lines[called[-1]]))
         self.uses.draws.setdefault(key.path, []).append(Draw(place.line, key.call, place.branches))
 
-    def _loop(self, eqn: Any, given: list[Value], place: _Place) -> list[Value]:
+    def _loop(self, eqn: Any, given: list[Value], place: _CallSite) -> list[Value]:
         loop = next(self.numbers)
         self.lines[loop] = place.line
         if eqn.primitive.name == "scan":

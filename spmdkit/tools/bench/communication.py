@@ -22,7 +22,7 @@ from spmdkit.metrics.report.communication import communication_page
 from spmdkit.program import allocator
 from spmdkit.program.compile_cache import enable_cache
 from spmdkit.tools.bench import figures, plot
-from spmdkit.tools.bench.interleaved import Trained, in_turns
+from spmdkit.tools.bench.interleaved import Trained, train_interleaved
 from spmdkit.tools.bench.programs import Opened, Opener, side_by_side
 from spmdkit.tools.bench.variants import Row, rows_of
 
@@ -51,11 +51,12 @@ class ComparisonOptions:
     out: Path | None = None
 
 
-def run_communication(config: Config, cluster: Cluster, options: ComparisonOptions, keeps_memory: bool = False) -> int:
+def run_communication(config: Config, cluster: Cluster, options: ComparisonOptions, retain_memory: bool = False) -> int:
     """Trains, prints the table and writes the files. Returns 0, or 1 if a loss is above the limit `within`.
 
     Args:
-        keeps_memory: the memory of a step is reused by the next, as in `train`; only after `allocator.one_arena`.
+        retain_memory: the memory of a step is reused by the next, as in `train`; only after
+        `allocator.use_one_arena`.
 
     Raises:
         SpmdkitError: `sum` cannot be trained, or the options are invalid.
@@ -66,7 +67,7 @@ def run_communication(config: Config, cluster: Cluster, options: ComparisonOptio
         raise ConfigError(f"--steps {steps} --seeds {options.seeds}: both are at least 1. Try --steps 200 --seeds 1.")
     out = _folder(config, options) if cluster.is_main else None
     with enable_cache(config.compile_cache, config.folder):
-        result = compare(config, cluster, rows, steps, options.seeds, keeps_memory)
+        result = compare(config, cluster, rows, steps, options.seeds, retain_memory)
     beyond = figures.above(result["rows"], options.within)
     result |= {"within": options.within, "above": beyond}
     if out is not None:
@@ -77,22 +78,22 @@ def run_communication(config: Config, cluster: Cluster, options: ComparisonOptio
             for line in [*table(result), *written]:
                 print(visible(line))
         for name in beyond:
-            _say(f"{name}: the loss is more than {options.within:.2%} above that of sum")
+            _print_line(f"{name}: the loss is more than {options.within:.2%} above that of sum")
     return int(ExitCode.CHECK_FAILED) if beyond else 0
 
 
 def compare(
-    config: Config, cluster: Cluster, rows: Sequence[Row], steps: int, seeds: int, keeps_memory: bool = False
+    config: Config, cluster: Cluster, rows: Sequence[Row], steps: int, seeds: int, retain_memory: bool = False
 ) -> dict[str, Any]:
     """Returns all measurements as plain values. The first of `rows` is `sum`."""
     opener = Opener(config, cluster.devices, steps)
-    say = _say if cluster.is_main else lambda line: None
+    print_line = _print_line if cluster.is_main else lambda line: None
     opened = list[Opened]()
     for row in rows:
         opened.append(x := opener.open(row, config.seed))
-        say(f"{row.name}: {f'refused: {x.refused}' if x.refused else 'compiled'}")
-    if keeps_memory and cluster.devices[0].platform == "cpu":
-        allocator.keep_memory()
+        print_line(f"{row.name}: {f'refused: {x.refused}' if x.refused else 'compiled'}")
+    if retain_memory and cluster.devices[0].platform == "cpu":
+        allocator.disable_trimming()
     runs = list[dict[int, tuple[Trained, Trained]]]()
     all_seeds = range(config.seed, config.seed + seeds)
     for seed in all_seeds:
@@ -100,14 +101,14 @@ def compare(
         if seed != config.seed:
             of_seed = [x if x.program is None else opener.open(x.row, seed, reads=False) for x in opened]
         runs.append(_trained(of_seed, cluster, steps))
-        say(f"seed {seed}: trained {steps} steps each")
+        print_line(f"seed {seed}: trained {steps} steps each")
     main = opened[0]
     assert main.program is not None and main.traffic is not None
     result = [
         figures.row_figures(x, [s[i] for s in runs if i in s], main.traffic["bytes_per_step"])
         for i, x in enumerate(opened)
     ]
-    figures.against(result)
+    figures.add_loss_increase(result)
     return {
         "config": str(config.source) if config.source else None,
         "mesh": dict(main.program.sizes),
@@ -130,7 +131,7 @@ def _trained(opened: Sequence[Opened], cluster: Cluster, steps: int) -> dict[int
     runs = dict[int, tuple[Trained, Trained]]()
     for group in side_by_side(opened, cluster.devices):
         trained = [Trained(x.program, steps) for x in group if x.program is not None]
-        in_turns(trained)
+        train_interleaved(trained)
         first = trained[0]
         for row, run in zip(group, trained, strict=True):
             runs.setdefault(opened.index(row), (run, first))
@@ -182,5 +183,5 @@ def _write(result: dict[str, Any], out: Path) -> list[str]:
     return [str(out / f"{NAME}.html"), plot.write(result, out / f"{NAME}.png")]
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(visible(line), file=sys.stderr, flush=True)

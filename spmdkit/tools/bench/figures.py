@@ -75,7 +75,7 @@ def _loss(seeds: Sequence[tuple[Trained, Trained]], notes: list[str]) -> Figures
     }
 
 
-def against(rows: Sequence[Figures]) -> None:
+def add_loss_increase(rows: Sequence[Figures]) -> None:
     """Adds `loss_more` to each row: the relative increase of its loss over `sum`, for each seed; and the mean."""
     plain = rows[0]["loss"]
     for row in (row for row in rows if not row["refused"]):

@@ -121,7 +121,7 @@ def block_steps(program: Program, steps: int) -> int:
     return every * max(1, round(steps / BLOCKS / every))
 
 
-def in_turns(trained: Sequence[Trained]) -> None:
+def train_interleaved(trained: Sequence[Trained]) -> None:
     """Trains all programs to their end, alternating after each block."""
     number = 0
     while waiting := [x for x in trained if not x.is_done]:

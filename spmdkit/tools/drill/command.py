@@ -150,7 +150,7 @@ def _run(request: DrillRequest, config: Config, folder: Path, driver: Driver, ma
     train, elasticity = ["train", str(request.config), *request.overrides, f"run_dir={folder}"], None
     if config.elastic.in_process:
         sizes = Elastic(train, f"{num}:{num}", num, devices)
-        devices, elasticity = sizes.devices_per_process, Elasticity(sizes.resize, sizes.wanted, sizes.standby)
+        devices, elasticity = sizes.devices_per_process, Elasticity(sizes.resize, sizes.requested, sizes.standby)
     command = [sys.executable, "-m", "spmdkit", *train]
     try:
         return launch(command, num, devices, max_restarts=max_restarts, observer=driver, elasticity=elasticity)

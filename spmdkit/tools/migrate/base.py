@@ -50,7 +50,7 @@ class Migration:
         self.lines.append(Translation(kind, key, value, why))
 
 
-def tidy(migration: Migration) -> None:
+def remove_without_effect(migration: Migration) -> None:
     """Removes keys that have no effect without an axis of the mesh, and reports a missing learning rate."""
     config, mesh = migration.config, migration.config.get("mesh", {})
     axes = {"attention.context": "context", "attention.order": "context", "pipeline": "pipeline", "layout.zero": "fsdp"}

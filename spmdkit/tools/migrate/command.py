@@ -14,7 +14,7 @@ from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.formatting import visible
-from spmdkit.tools.migrate.base import KINDS, LOST, Migration, Translation, shown, tidy
+from spmdkit.tools.migrate.base import KINDS, LOST, Migration, Translation, remove_without_effect, shown
 
 MAX_BYTES = 10**6
 TASK = "task.py:task"
@@ -44,7 +44,7 @@ def migrate(path: str | Path, project: str | None = None, devices: int = 1) -> M
     readers = plugins.load_all("migrations")
     name = chosen(settings, {name: reader.NAMES for name, reader in readers.items()}, project, path)
     migration = readers[name].migrate(settings, devices, Path(path).parent)
-    tidy(migration)
+    remove_without_effect(migration)
     problem = problem_of(migration)
     lost = list(dict.fromkeys(line.key for line in migration.lines if line.kind == LOST))
     return Migrated(text(migration, f"{Path(path).name}, a config of {name}", problem), lost, problem)

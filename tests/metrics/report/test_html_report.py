@@ -10,7 +10,7 @@ import pytest
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.files import write_json
 from spmdkit.metrics import EventLog, JsonlTracker
-from spmdkit.metrics.report.chart import Series, line_chart, linear_ticks, thin
+from spmdkit.metrics.report.chart import Series, downsample, line_chart, linear_ticks
 from spmdkit.metrics.report.run import write_report
 
 EVIL = "<script>alert('x')</script><img src=http://example.com/a.png onerror=alert(1)>\"&"
@@ -172,7 +172,7 @@ def test_thinning_keeps_every_spike():
     points = [(i, 1.0) for i in range(100_000)]
     points[31_415] = (31_415, 50.0)
     points[77_777] = (77_777, float("nan"))
-    kept = thin(points, 800)
+    kept = downsample(points, 800)
     assert len(kept) <= 810 and (31_415, 50.0) in kept and any(v != v for _, v in kept)
     assert [s for s, _ in kept] == sorted(s for s, _ in kept)
 

@@ -105,7 +105,7 @@ def test_run_directory_must_be_shared(tmp_path, monkeypatch):
     def take(cluster, folder):
         folder.mkdir()
         with contextlib.ExitStack() as stack:
-            run_directory.take_directory(cluster, folder, stack)
+            run_directory.claim_directory(cluster, folder, stack)
 
     text = differs(take, tmp_path / "a", tmp_path / "b")
     assert "run directory" in text and str(tmp_path / "b") in text and "Set run_dir" in text
