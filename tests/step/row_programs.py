@@ -78,6 +78,25 @@ def nt_xent(params, batch):
     return sk.mean(cross_entropy(scores, jnp.concatenate([jnp.arange(n) + n, jnp.arange(n)])).reshape(2, n).T)
 
 
+def own_labels(params, batch):
+    """InfoNCE over the rows of all replicas without the offset of the replica in the labels."""
+    own, other = unit(logits(params, batch)), unit(batch["y"])
+    scores = jax.nn.log_softmax(own @ sk.all_gather(other).T / 0.2)
+    return sk.mean(-scores[jnp.arange(len(own)), np.arange(len(own))])
+
+
+def returns(params, batch):
+    """Discounted returns, with the rows as the steps of an episode."""
+    rewards, values = batch["y"][:, 0], logits(params, batch)[:, 0]
+    later = lax.scan(lambda g, r: (r + 0.9 * g, r + 0.9 * g), jnp.float32(0), rewards, reverse=True)[1]
+    return sk.mean(-later * values)
+
+
+def imputed(params, batch):
+    x = jnp.where(batch["x"] < -1, batch["x"].mean(0), batch["x"])
+    return sk.mean(x @ params["w"])
+
+
 def vicreg(params, batch):
     z = logits(params, batch)
     centered = z - z.mean(0)
@@ -172,6 +191,10 @@ EQUAL = {
     "log probability by index": Case(
         lambda p, b, k: sk.mean(-jax.nn.log_softmax(logits(p, b))[jnp.arange(len(b["x"])), b["label"]])
     ),
+    "log probability by index of numpy": Case(
+        lambda p, b, k: sk.mean(-jax.nn.log_softmax(logits(p, b))[np.arange(len(b["x"])), b["label"]])
+    ),
+    "tiled": Case(lambda p, b, k: sk.mean((jnp.tile(b["x"], (1, 2)) @ jnp.tile(p["w"], (2, 1)) - b["y"]) ** 2)),
     "one hot": Case(lambda p, b, k: sk.mean(-(jax.nn.one_hot(b["label"], CLASSES) * logits(p, b)).sum(-1))),
     "tokens": Case(lambda p, b, k: sk.mean(token_losses(p, b), where=token_mask(b))),
     "token weights": Case(lambda p, b, k: sk.mean(token_losses(p, b), weights=token_mask(b) * 0.5)),
@@ -213,6 +236,9 @@ MIXED = {
         "batch norm": lambda p, b, k: sk.mean((batch_norm(logits(p, b)) - b["y"]) ** 2),
         "info nce": _keyless(info_nce, False),
         "nt xent": _keyless(nt_xent),
+        "labels of one replica": _keyless(own_labels),
+        "returns": _keyless(returns),
+        "missing values": _keyless(imputed),
         "vicreg": _keyless(vicreg),
         "dice": _keyless(dice),
         "rmse": lambda p, b, k: sk.mean(jnp.sqrt(errors(p, b).mean())),

@@ -7,22 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from spmdkit.foundation import jaxprs
+from spmdkit.step.dataflow.arithmetic import COPIES, LINEAR, NONLINEAR
 from spmdkit.step.dataflow.flow import Flow
 from spmdkit.step.dataflow.structure import RULES
 from spmdkit.step.dataflow.walk import flows_of
-
-ROWS, FEATURES = 101, 4
+from tests.step.flow_programs import FEATURES, FLOWS, REPLICAS, ROWS, integer, text_of
 
 
 def flow_of(fn, *shapes, dtypes=()):
     """Returns the flow of `fn` of arrays with the rows as their first dim."""
     arrays = [jax.ShapeDtypeStruct((ROWS, *s), d) for s, d in zip(shapes, [*dtypes, *["float32"] * 9], strict=False)]
-    traced = jax.make_jaxpr(fn)(*arrays)
+    traced = jax.make_jaxpr(fn, axis_env=[("data", REPLICAS)])(*arrays)
     given = [Flow("row", 0, ROWS, int(np.prod(x.shape[1:]))) for x in arrays]
     assert len(traced.jaxpr.outvars) == 1
-    [flow] = flows_of(traced, given, ROWS, 1, True, ["data"], ["data"])
+    [flow] = flows_of(traced, given, ROWS, REPLICAS, True, ["data"], ["data"])
     return flow, traced
 
 
@@ -156,6 +157,57 @@ def test_sums_and_means_over_rows(name):
     assert (flow.how, flow.degree, flow.mixed) == ("total", degree, None)
 
 
+@pytest.mark.parametrize("name", FLOWS)
+def test_how_rows_enter(name):
+    expected, fn = FLOWS[name]
+    with jax.numpy_dtype_promotion("standard"):
+        flow, _ = flow_of(fn, (FEATURES,), (FEATURES,))
+    assert text_of(flow) == expected
+
+
+UNARY = (
+    "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 "
+    "expm1 floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt tan tanh real"
+)
+BINARY = "add sub max min pow rem atan2 nextafter eq ne lt le gt ge igamma igammac igamma_grad_a zeta polygamma complex"
+INTEGER = (
+    "bitwise_and bitwise_or bitwise_xor shift_left shift_right_arithmetic shift_right_logical population_count clz "
+    "bitwise_not"
+)
+ELEMENTWISE = [
+    *(
+        functools.partial(lambda fn, x: fn(x + 0j if fn is lax.real else x), getattr(lax, name))
+        for name in UNARY.split()
+    ),
+    *(functools.partial(lambda fn, x: fn(x, x), getattr(lax, name)) for name in BINARY.split()),
+    *(functools.partial(lambda fn, x: fn(*[integer(x)] * 2), getattr(lax, name)) for name in INTEGER.split()[:6]),
+    *(functools.partial(lambda fn, x: fn(integer(x)), getattr(lax, name)) for name in INTEGER.split()[6:]),
+    lambda x: lax.imag(lax.conj(x + 0j)),
+    lambda x: lax.clamp(x, x, x),
+    lambda x: lax.betainc(x, x, x),
+    lambda x: lax.bitcast_convert_type(x, jnp.int32),
+    lambda x: lax.reduce_precision(x, 5, 5),
+    lambda x: lax.optimization_barrier(jax.device_put(jnp.copy(x))),
+    lambda x: checkpoint_name(x, "name"),
+    lambda x: jax.grad(lambda x: (jnp.sin(x) * jnp.cos(x)).sum())(x),
+]
+OTHER_ELEMENTWISE = {
+    *("pvary", "pcast", "sharding_constraint", "reshard", "stop_gradient"),  # of a mesh, and of other versions of JAX
+    *("to_edtype", "from_edtype", "random_clone", "eq_to", "le_to", "lt_to"),  # of keys, and in comparators of a sort
+}
+
+
+def test_elementwise_functions_of_a_row_do_not_mix():
+    traced = set()
+    for fn in ELEMENTWISE:
+        with jax.numpy_dtype_promotion("standard"):
+            flow, jaxpr = flow_of(fn, (FEATURES,))
+        names = {eqn.primitive.name for eqn in jaxprs.equations(jaxpr)}
+        assert flow.is_row and flow.mixed is None and flow.unknown is None and flow.stride, names
+        traced |= names
+    assert (COPIES | LINEAR | NONLINEAR) - traced == OTHER_ELEMENTWISE
+
+
 OTHER_NAMES = {
     *("scatter_add", "scatter_sub", "scatter_mul", "scatter_min", "scatter_max", "scatter-sub", "scatter_sub"),
     *("reduce_window", "cholesky_update", "lu_pivots_to_permutation", "schur", "hessenberg", "tridiagonal", "eig"),
@@ -167,6 +219,10 @@ OTHER_NAMES = {
 
 def test_every_primitive_with_a_rule_is_traced_by_a_test():
     traced = set()
-    for fn in (*ROWWISE.values(), *(functools.partial(along, axis=1) for along in ALONG.values())):
+    for fn in (
+        *ROWWISE.values(),
+        lambda x: jnp.tile(x, (1, 2, 1)),
+        *(functools.partial(along, axis=1) for along in ALONG.values()),
+    ):
         traced |= {eqn.primitive.name for eqn in jaxprs.equations(flow_of(fn, (FEATURES, FEATURES))[1])}
     assert set(RULES) - traced - OTHER_NAMES == set()

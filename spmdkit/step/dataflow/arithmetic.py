@@ -35,6 +35,9 @@ def _row(eqn: Any, flows: Sequence[Flow], degree: int | None, mixes: bool) -> Fl
 
 def linear(eqn: Any, flows: Sequence[Flow]) -> Flow:
     """A sum or a choice of values."""
+    name = eqn.primitive.name
+    if name in ("neg", "sub") and flows[-1].how in ("max", "min"):
+        return Flow("other", 0, **mixing(eqn, flows))
     parts = [f for f in flows if f.tag != "zero"]
     parts = [f for f in parts if f.tag != "old"] or parts[:1]
     if len(parts) < 2:
@@ -60,7 +63,8 @@ def linear(eqn: Any, flows: Sequence[Flow]) -> Flow:
     hows: set[How] = {f.how for f in statistics}
     if not hows:
         return Flow(degree=degree, tag="replica" if tags == {"replica"} else "", **marks(parts))
-    if len(hows) == 1 and (hows != {"total"} or degree is not None):
+    added_extremes = len(statistics) > 1 and hows <= {"max", "min"} and name in ("add", "add_any")
+    if len(hows) == 1 and not added_extremes and (hows != {"total"} or degree is not None):
         return Flow(statistics[0].how, degree, **marks(parts))
     if hows <= {"total", "moment"} and "moment" in hows:
         return Flow("moment", degree, **marks(parts))
@@ -143,7 +147,7 @@ def choice(eqn: Any, flows: Sequence[Flow]) -> Flow:
     chosen = linear(eqn, cases)
     if not which.enters:
         return chosen
-    if which.is_statistic or chosen.is_statistic or which.added:
+    if which.is_statistic or chosen.is_statistic or which.added or chosen.added:
         if which.is_row or chosen.is_row:
             return _row(eqn, [which, chosen], 0, mixes=True)
         return Flow("other", 0, **mixing(eqn, flows))
@@ -155,8 +159,8 @@ def _names(text: str) -> frozenset[str]:
 
 
 COPIES = _names(
-    "copy copy_p name pvary pcast sharding_constraint stop_gradient convert_element_type reduce_precision real imag "
-    "optimization_barrier device_put conj to_edtype from_edtype random_clone mesh_cast reshard"
+    "copy name pvary pcast sharding_constraint stop_gradient convert_element_type reduce_precision real imag conj "
+    "to_edtype from_edtype random_clone reshard"
 )
 LINEAR = _names("add add_any sub neg complex")
 NONLINEAR = _names(
@@ -164,13 +168,22 @@ NONLINEAR = _names(
     "cosh digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac is_finite le lgamma log "
     "log1p logistic lt max min ne nextafter not or polygamma population_count pow regularized_incomplete_beta rem "
     "round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt tan tanh xor zeta "
-    "random_gamma_grad eq_to le_to lt_to"
+    "eq_to le_to lt_to"
 )
+
+
+def _truncates(eqn: Any) -> bool:
+    """Returns whether a float becomes an integer or a boolean."""
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return bool(jnp.issubdtype(old, jnp.inexact)) and not jnp.issubdtype(new, jnp.inexact)
 
 
 def elementwise(eqn: Any, flows: Sequence[Flow]) -> Flow | None:
     """Returns the flow of an elementwise operation, or None for any other operation."""
     name = eqn.primitive.name
+    if name == "convert_element_type" and _truncates(eqn):
+        (flow,) = flows
+        return nonlinear(eqn, flows) if flow.added or (flow.is_statistic and flow.degree == 0) else flow
     if name in COPIES and len(flows) == 1:
         return flows[0]
     if name in LINEAR:

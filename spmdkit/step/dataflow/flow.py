@@ -76,8 +76,6 @@ class Flow:
     def span(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Returns the first and last dim that the rows of a `row` value extend over, or None if that is unknown or if
         there is only one row."""
-        if self.rows <= 1 or not self.stride:
-            return None
         after, covering = 1, []
         for dim in reversed(range(len(shape))):
             if after < self.stride * self.rows and after * shape[dim] > self.stride and shape[dim] > 1:
@@ -87,8 +85,6 @@ class Flow:
 
     def moved(self, shape: tuple[int, ...], out: tuple[int, ...], dims: dict[int, int]) -> Flow:
         """Returns the flow of an array of shape `out` in which dim d of this value is dim `dims[d]`."""
-        if not self.is_row or self.rows == 1 or not self.stride:
-            return self
         span = self.span(shape)
         if span is None:
             return replace(self, stride=0)

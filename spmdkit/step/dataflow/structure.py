@@ -29,12 +29,6 @@ def _meets(flow: Flow, shape: tuple[int, ...], dims: Iterable[int]) -> bool:
     return span is None or any(span[0] <= dim <= span[1] for dim in dims)
 
 
-def _covers(flow: Flow, shape: tuple[int, ...], dims: Iterable[int]) -> bool:
-    """Returns whether the rows of a value extend over these dims only."""
-    span, dims = flow.span(shape), set(dims)
-    return len(dims) == len(shape) if span is None else all(dim in dims for dim in range(span[0], span[1] + 1))
-
-
 def _other(eqn: Any, flows: Sequence[Flow], mixes: bool = True) -> Flow:
     found = mixing(eqn, flows) if mixes else marks(flows)
     return Flow("other", 0, **{**found, "source": found["source"] or eqn})
@@ -169,20 +163,20 @@ def concatenate(eqn: Any, flows: Sequence[Flow]) -> Flow:
     dim, out = eqn.params["dimension"], result_shape(eqn)
     if not any(f.is_row for f in flows):
         return linear(eqn, flows)
+    filled = [(f, shape_of(eqn, i)) for i, f in enumerate(flows) if math.prod(shape_of(eqn, i))]
     parts = []
-    for flow, shape in ((f, shape_of(eqn, i)) for i, f in enumerate(flows)):
-        if not math.prod(shape):
-            continue
+    for flow, shape in filled:
         if _meets(flow, shape, [dim]):
             span = flow.span(shape)
-            if span is None or span[0] != span[1] or not all(f.is_row for f in flows):
+            if span is None or span[0] != span[1] or not all(f.is_row for f, _ in filled):
                 return _other(eqn, flows, mixes=False)
         parts.append(flow.moved(shape, out, {d: d for d in range(len(shape))}))
     if any(f.tag == "index" for f in flows):  # indices (row, column): `x[jnp.arange(n), labels]`
         index = next(f for f in parts if f.tag == "index")
         others = [f for f in parts if f is not index]
         if not any(f.is_statistic or f.added for f in others):
-            return replace(index, mixed=None, tag="index")
+            mixed = marks(others)["mixed"]
+            return replace(index, mixed=mixed, tag="" if mixed else "index")
     joined = nonlinear(eqn, [replace(f, degree=0) for f in parts])
     return replace(joined, added=marks(parts)["added"] if not joined.mixed else None)
 
@@ -191,6 +185,14 @@ def stack(eqn: Any, flows: Sequence[Flow]) -> Flow:
     axis, shape = eqn.params["axis"], shape_of(eqn)
     dims = {d: d + (d >= axis) for d in range(len(shape))}
     return linear(eqn, [replace(f.moved(shape, result_shape(eqn), dims), tag="") for f in flows])
+
+
+def tile(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    (flow,), shape, out = flows, shape_of(eqn), result_shape(eqn)
+    repeated = [d for d, num in enumerate(eqn.params["reps"]) if num > 1]
+    if _meets(flow, shape, repeated[1:] if repeated[:1] == [0] else repeated):
+        return replace(flow, stride=0)
+    return flow.moved(shape, out, {d: d for d in range(len(shape))})
 
 
 def pad(eqn: Any, flows: Sequence[Flow]) -> Flow:
@@ -289,8 +291,9 @@ def gather(eqn: Any, flows: Sequence[Flow]) -> Flow:
         return replace(row.moved(of_indices if row is indices else shape, out, index_dims), **mixing(eqn, flows))
     placed = indices.moved(of_indices, out, index_dims)
     if not operand.is_row:
-        return replace(placed, tag="", mixed=None if indices.tag == "index" else placed.mixed)
-    if indices.tag == "index" and operand.span(shape) == (0, 0):  # x[jnp.arange(n), ...]
+        return replace(placed, tag="")
+    own = operand.span(shape) == (0, 0) and 0 not in numbers.operand_batching_dims
+    if indices.tag == "index" and own:  # x[jnp.arange(n), ...]
         return replace(placed, tag="", mixed=operand.mixed, degree=operand.degree)
     cut = [d for d in range(len(shape)) if d not in numbers.operand_batching_dims and sizes[d] != shape[d]]
     if _meets(operand, shape, cut):
@@ -329,6 +332,8 @@ def scatter(eqn: Any, flows: Sequence[Flow]) -> Flow:
         if operand.is_row:
             return _mixed_row(eqn, flows)
         found = {**marks(flows), "source": marks(flows)["source"] or eqn}
+        if adds and placed.is_row and any(f.added for f in (indices, updates)):  # a mean times a number of rows
+            return _other(eqn, flows)
         if adds and indices.tag != "index" and operand.tag in ("zero", "old", ""):
             return Flow("total", plus(updates.degree, 1), **{**found, "added": None})
         return Flow("other", 0, **found)
@@ -437,6 +442,7 @@ RULES: dict[str, Rule] = {
     "slice": slice_,
     "concatenate": concatenate,
     "stack": stack,
+    "tile": tile,
     "pad": pad,
     **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), window),
     "dot_general": dot_general,

@@ -16,6 +16,7 @@ from spmdkit.foundation.trees import is_key
 from spmdkit.step.dataflow import structure
 from spmdkit.step.dataflow.arithmetic import ZERO, elementwise, linear
 from spmdkit.step.dataflow.flow import NONE, Flow, first, marks
+from spmdkit.step.model_state.dependence import retained
 
 _GATHERS = frozenset(["all_gather", "all_gather_invariant", "all_gather_reduced"])
 _SUMS = frozenset(["psum", "psum_invariant", "psum2"])
@@ -41,7 +42,8 @@ class Walk:
     def run(self, jaxpr: Any, given: Sequence[Flow], consts: Sequence[Any] = ()) -> list[Flow]:
         """Returns the flow of each result of an open jaxpr."""
         known: dict[Any, Flow] = dict(zip(jaxpr.invars, given, strict=True))
-        known.update(zip(jaxpr.constvars, map(self._constant, consts), strict=False))
+        for var, value in zip(jaxpr.constvars, consts, strict=False):
+            known[var] = self._constant(value, first(eqn for eqn in jaxpr.eqns if var in eqn.invars))
         for eqn in jaxpr.eqns:
             flows = [self._read(known, var) for var in eqn.invars]
             known.update(zip(eqn.outvars, self._results(eqn, flows), strict=True))
@@ -49,15 +51,18 @@ class Walk:
 
     def _read(self, known: dict[Any, Flow], var: Any) -> Flow:
         if isinstance(var, jax.extend.core.Literal):
-            return self._constant(var.val)
+            return self._constant(var.val, None)
         return known.get(var, NONE)
 
-    def _constant(self, value: Any) -> Flow:
-        """Returns the flow of a constant: zeros, and numbers that are derived from the number of rows."""
+    def _constant(self, value: Any, use: Any) -> Flow:
+        """Returns the flow of a constant with the first equation that uses it: zeros, numbers that are derived from the
+        number of rows, and a number for each row."""
         if not hasattr(value, "dtype") and not isinstance(value, int | float):
             return NONE
-        if isinstance(value, jax.core.Tracer) or np.size(value) != 1 or is_key(value):
+        if isinstance(value, jax.core.Tracer) or is_key(value):
             return NONE
+        if np.size(value) != 1:
+            return self._positions(np.asarray(value), use)
         number = np.asarray(value).reshape(())
         number = number.real if np.iscomplexobj(number) and not number.imag else number
         if number.dtype.kind not in "iuf" or not np.isfinite(number):
@@ -71,6 +76,19 @@ class Walk:
         scaled = float(number) * self.num
         reciprocal = abs(scaled - round(scaled)) < 1e-5 * abs(scaled) and 0 < abs(round(scaled)) <= _LARGEST
         return Flow(degree=-1) if reciprocal and round(scaled) % self.num else NONE
+
+    def _positions(self, value: np.ndarray[Any, Any], use: Any) -> Flow:
+        """Returns the flow of a constant array: it depends on the position of a row if it has a value for each row."""
+        dims = [d for d, size in enumerate(value.shape) if size == self.num]
+        if not self.unique or len(dims) != 1 or use is None:
+            return NONE
+        if value.dtype == bool and not value.any():
+            return replace(NONE, tag="false")
+        row = Flow("row", 0, self.num, math.prod(value.shape[dims[0] + 1 :]))
+        if np.array_equal(value, np.broadcast_to(value.take([0], dims[0]), value.shape)):
+            return row
+        is_index = np.array_equal(value.ravel(), np.arange(self.num))
+        return replace(row, mixed=use, tag="index" if is_index else "")
 
     def _results(self, eqn: Any, flows: list[Flow]) -> list[Flow]:
         name, num = eqn.primitive.name, len(eqn.outvars)
@@ -155,18 +173,25 @@ class Walk:
         xs = start + num_carry
         shapes = [tuple(v.aval.shape) for v in eqn.invars]
         sliced = [self._slice(f, shape) for f, shape in zip(flows[xs:], shapes[xs:], strict=True)]
+        by_row = any(f.is_row and f.rows != g.rows for f, g in zip(flows[xs:], sliced, strict=True))
+        is_sum = retained(body.jaxpr, range(start, xs)) if by_row else [True] * num_carry
         carry = flows[start:xs]
         while True:
             out = self.run(body.jaxpr, [*flows[:start], *carry, *sliced], body.consts)
-            new = [self._carried(eqn, *pair) for pair in zip(carry, out[:num_carry], strict=True)]
+            found = [self._of_all_rows(eqn, *pair) for pair in zip(carry, out, is_sum, strict=False)] if by_row else out
+            new = [self._carried(eqn, *pair) for pair in zip(carry, found[:num_carry], strict=True)]
             if all(a.same_as(b) for a, b in zip(carry, new, strict=True)):
                 break
             carry = new
-        whole = any(f.is_row and f.rows != g.rows for f, g in zip(flows[xs:], sliced, strict=True))
         stacked = [
-            self._stack(f, var.aval.shape, length, whole)
+            self._stack(f, var.aval.shape, length, by_row)
             for f, var in zip(out[num_carry:], eqn.outvars[num_carry:], strict=True)
         ]
+        if (
+            any(f.is_statistic and not old.is_statistic for f, old in zip(carry, flows[start:xs], strict=True))
+            and by_row
+        ):
+            stacked = [_depending(f, f.source or eqn) if f.is_statistic else f for f in stacked]  # sums of rows before
         return [*carry, *stacked]
 
     def _slice(self, flow: Flow, shape: tuple[int, ...]) -> Flow:
@@ -192,10 +217,17 @@ class Walk:
             return replace(flow, rows=length, stride=math.prod(shape[1:]))
         return replace(flow, rows=self.num) if flow.rows < self.num and flow.stride else flow
 
+    def _of_all_rows(self, eqn: Any, old: Flow, new: Flow, is_sum: bool) -> Flow:
+        """Returns the flow after all rows of a carry that is `new` after one: a sum over rows if `is_sum`."""
+        one_row = new.is_row and new.rows == 1 and old.rows != 1
+        if not is_sum and (one_row or new.is_statistic):
+            return _depending(replace(new, how="other", rows=0), new.source or eqn)
+        if one_row:
+            return replace(new, how="total", degree=1 if new.degree == 0 else None, rows=0, source=new.source or eqn)
+        return new
+
     def _carried(self, eqn: Any, old: Flow, new: Flow) -> Flow:
         """Returns the flow of a carry that was `old` before and `new` after an iteration."""
-        if new.is_row and new.rows == 1 and old.rows != 1:
-            new = replace(new, how="total", degree=1 if new.degree == 0 else None, rows=0, source=new.source or eqn)
         if old.same_as(new) or (old.enters and old.how == new.how and old.mixed and old.added):
             return old
         joined = linear(eqn, [old, new])

@@ -117,6 +117,13 @@ class Walk:
         return [Depends(depends.linear, depends.other | which.all) for depends in joined]
 
 
+def retained(body: Any, carry: range) -> list[bool]:
+    """Returns whether each carry of a loop body, by its index among the inputs, is added unchanged to its next one."""
+    given = [Depends(1 << i, 0, 1 << i) if i in carry else Depends() for i in range(len(body.invars))]
+    out = Walk(frozenset(), 0).run(body, given)
+    return [bool(depends.retained & 1 << i) for i, depends in zip(carry, out, strict=False)]
+
+
 def dependence(
     jaxpr: jax.extend.core.ClosedJaxpr, inputs: Sequence[int], per_replica: int = 0, axes: Collection[str] = ()
 ) -> list[Depends]:

@@ -1,0 +1,417 @@
+"""Functions of arrays `(x, y)` [rows, features], and how the rows enter their results.
+
+The text is `how` and the degree (for values of single rows only if it is not 0), then the marks of the flow. `mixed`:
+a statistic of some rows changes the value of another row. `anywhere`: of a row, at an unknown position.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+ROWS, FEATURES = 101, 4
+REPLICAS = 11
+
+
+def integer(x):
+    return x.astype(jnp.int32)
+
+
+def callback(x):
+    return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="expand_dims")
+
+
+def text_of(flow):
+    degree = "?" if flow.degree is None else flow.degree
+    words = [flow.how, *([degree] if not flow.is_row or degree else [])]
+    words += [mark for mark in ("mixed", "added", "unknown") if getattr(flow, mark) is not None]
+    return " ".join(map(str, [*words, *(["anywhere"] if flow.is_row and not flow.stride else [])]))
+
+
+FLOWS = {
+    # sums
+    "rows of another layout": ("row mixed", lambda x, y: x[:, :1] + x[:, 0]),
+    "mean added to rows": ("row added", lambda x, y: x + x.mean(0)),
+    "root of a mean added": ("row mixed", lambda x, y: x + jnp.sqrt(x.mean(0))),
+    "sum added to rows": ("row mixed", lambda x, y: x + x.sum(0)),
+    "largest added": ("row mixed", lambda x, y: x + x.max(0)),
+    "mean of mixed rows added": ("row mixed", lambda x, y: x + jnp.tanh(x - x.mean(0)).mean(0)),
+    "mean and sum": ("other ? mixed", lambda x, y: x.mean() + x.sum()),
+    "mean and largest": ("other 0 mixed", lambda x, y: x.mean() + x.max()),
+    "variance": ("moment 0 mixed", lambda x, y: (x**2).mean(0) - x.mean(0) ** 2),
+    "mean and variance": ("moment 0 mixed", lambda x, y: x.mean() + (x.mean() * y.mean())),
+    "two means": ("total 0", lambda x, y: x.mean(0) + y.mean(0)),
+    "sum of two largest": ("other 0 mixed", lambda x, y: x.max(0) + y.max(0)),
+    "negative largest": ("other 0 mixed", lambda x, y: -x.max(0)),
+    "largest minus 1": ("max 0", lambda x, y: x.max(0) - 1),
+    "number and constant": (
+        "none ?",
+        lambda x, y: jnp.float32(x.shape[0]) * jnp.cos(jnp.float32(1)) + jnp.cos(jnp.float32(2)),
+    ),
+    "zeros": ("none 0", lambda x, y: jnp.zeros(3) + jnp.zeros(3) + 0 * x[0, :3]),
+    # products
+    "rows times rows": ("row", lambda x, y: x * y),
+    "rows times a mean": ("row mixed", lambda x, y: x * x.mean(0)),
+    "rows times rows with a mean": ("row mixed", lambda x, y: (x + x.mean(0)) * y),
+    "rows with a mean times a constant": ("row added", lambda x, y: (x + x.mean(0)) * 2),
+    "mean times mean": ("moment 0 mixed", lambda x, y: x.mean() * y.mean()),
+    "mean times largest": ("other 0 mixed", lambda x, y: x.mean() * x.max()),
+    "largest times a constant": ("other 0", lambda x, y: x.max() * 2),
+    "mean times zero": ("none 0", lambda x, y: x.mean() * 0),
+    "mean over a number and constant": ("other ? mixed", lambda x, y: x.mean() * jnp.cos(jnp.float32(x.shape[0]))),
+    "sum over the number": ("total 0", lambda x, y: x.sum(0) / x.shape[0]),
+    # quotients
+    "rows over a mean": ("row mixed", lambda x, y: x / x.mean(0)),
+    "rows over rows": ("row", lambda x, y: x / y),
+    "rows over rows with a mean": ("row mixed", lambda x, y: y / (x + x.mean(0))),
+    "mean over a mean": ("other 0 mixed", lambda x, y: x.mean() / y.mean()),
+    "constant over a mean": ("other 0 mixed", lambda x, y: 1 / x.mean()),
+    "zero over a mean": ("none 0", lambda x, y: 0 / x.mean()),
+    # powers
+    "mean squared": ("moment 0 mixed", lambda x, y: x.mean() ** 2),
+    "mean cubed": ("moment 0 mixed", lambda x, y: x.mean() ** 3),
+    "inverse of a mean": ("other 0 mixed", lambda x, y: x.mean() ** -1),
+    "number squared": ("none 2", lambda x, y: lax.integer_pow(jnp.float32(x.shape[0]) * jnp.cos(jnp.float32(1)), 2)),
+    "squared rows": ("row", lambda x, y: x**2),
+    "squared rows with a mean": ("row mixed", lambda x, y: (x + x.mean(0)) ** 2),
+    "largest squared": ("other 0 mixed", lambda x, y: x.max() ** 2),
+    # other functions
+    "function of a mean": ("other 0 mixed", lambda x, y: jnp.tanh(x.mean(0))),
+    "function of rows with a mean": ("row mixed", lambda x, y: jnp.tanh(x + x.mean(0))),
+    "function of rows times their number": ("row mixed", lambda x, y: jnp.tanh(x * x.shape[0])),
+    "root of the number": ("none ?", lambda x, y: jnp.sqrt(jnp.float32(x.shape[0]) * jnp.cos(jnp.float32(1)))),
+    "rows below their mean": ("row mixed", lambda x, y: (x < x.mean(0)) * 1.0),
+    "mean clipped at zero": ("other 0 mixed", lambda x, y: jnp.maximum(x.mean(), 0)),
+    "variance clipped at zero": ("moment 0 mixed", lambda x, y: jnp.maximum((x**2).mean() - x.mean() ** 2, 0)),
+    "larger of two largest": ("max 0", lambda x, y: jnp.maximum(x.max(), y.max())),
+    "smaller of two largest": ("other 0 mixed", lambda x, y: jnp.minimum(x.max(), y.max())),
+    # choices
+    "chosen by a row": ("row", lambda x, y: jnp.where(x > 0, y, x * 2)),
+    "chosen by a mean": ("row mixed", lambda x, y: jnp.where(x.mean() > 0, x, y)),
+    "mean chosen by rows": ("row mixed", lambda x, y: jnp.where(x > 0, x.mean(0), x)),
+    "mean chosen by a mean": ("other 0 mixed", lambda x, y: jnp.where(x.mean() > 0, y.mean(), 0.0)),
+    "chosen by rows with a mean": ("row mixed", lambda x, y: jnp.where(x + x.mean(0) > 0, y, x)),
+    "constant chosen by rows": ("row", lambda x, y: jnp.where(x > 0, 1.0, 2.0)),
+    # reductions
+    "sum of a mean": ("total 0", lambda x, y: x.mean(0).sum()),
+    "sum of the largest": ("other 0", lambda x, y: x.max(0).sum()),
+    "sum with a mean": ("total 1", lambda x, y: (x + x.mean(0)).sum(0)),
+    "largest of rows with a mean": ("max 0 mixed", lambda x, y: (x + x.mean(0)).max(0)),
+    "largest of one row with a mean": ("row mixed", lambda x, y: (x + x.mean(0)).max(1)),
+    "largest of the largest": ("max 0", lambda x, y: x.max(0).max()),
+    "smallest of the largest": ("other 0 mixed", lambda x, y: x.max(0).min()),
+    "largest of a mean": ("other 0 mixed", lambda x, y: x.mean(0).max()),
+    "product over rows": ("other 0", lambda x, y: x.prod(0)),
+    "product of a mean": ("other 0 mixed", lambda x, y: x.mean(0).prod()),
+    "position of the largest row": ("other 0", lambda x, y: x.argmax(0)),
+    "cumulative sum of a mean": ("total 0", lambda x, y: jnp.cumsum(x.mean(0))),
+    "sorted mean": ("other 0 mixed", lambda x, y: jnp.sort(x.mean(0))),
+    "cumulative sum of rows with a mean": ("row added", lambda x, y: jnp.cumsum(x + x.mean(0), axis=1)),
+    "sorted rows with a mean": ("row mixed", lambda x, y: jnp.sort(x + x.mean(0), axis=1)),
+    "two largest of each row": ("row", lambda x, y: lax.top_k(x, 2)[1]),
+    "largest of windows of a mean": (
+        "other 0 mixed",
+        lambda x, y: lax.reduce_window(x.mean(0), -jnp.inf, lax.max, (2,), (1,), "SAME"),
+    ),
+    "sums of windows with a mean": (
+        "row added",
+        lambda x, y: lax.reduce_window(x + x.mean(0), 0.0, lax.add, (1, 2), (1, 1), "SAME"),
+    ),
+    "largest of windows with a mean": (
+        "row mixed",
+        lambda x, y: lax.reduce_window(x + x.mean(0), -jnp.inf, lax.max, (1, 2), (1, 1), "SAME"),
+    ),
+    "windows of a constant": (
+        "none 0",
+        lambda x, y: lax.reduce_window(jnp.cos(jnp.arange(4.0)), 0.0, lax.add, (2,), (1,), "SAME"),
+    ),
+    # shapes
+    "rows over two dims, transposed": ("total 1", lambda x, y: x.reshape(4, ROWS).T.sum(1)),
+    "rows over two dims": ("row", lambda x, y: x.reshape(4, ROWS) * 2),
+    "rows over two dims, summed": ("total 1", lambda x, y: x.reshape(4, ROWS).sum(1)),
+    "every second": ("row mixed", lambda x, y: jnp.concatenate([x, y])[::2]),
+    "second half": ("row", lambda x, y: jnp.concatenate([x, y])[ROWS:]),
+    "shifted half": ("row mixed", lambda x, y: jnp.concatenate([x, y])[1 : ROWS + 1]),
+    "half of columns": ("row", lambda x, y: jnp.concatenate([x, y], 1)[:, FEATURES:]),
+    "half, half of columns": ("row", lambda x, y: jnp.concatenate([x, y])[:ROWS, :2]),
+    "half, half of columns, summed": ("row", lambda x, y: jnp.concatenate([x, y])[:ROWS, :2].sum(1)),
+    "slice of the batch, then rows": ("row mixed", lambda x, y: x[:7] * 2),
+    "with a mean in another column": (
+        "row mixed",
+        lambda x, y: jnp.concatenate([x, jnp.broadcast_to(x.mean(0), x.shape)], 1),
+    ),
+    "with an empty part": ("row", lambda x, y: jnp.concatenate([x, jnp.zeros((0, FEATURES))])),
+    "mean and constant": ("total 0", lambda x, y: jnp.concatenate([x.mean(0), jnp.cos(jnp.arange(2.0))])),
+    "rows and a mean": ("other 0", lambda x, y: jnp.concatenate([x, x.mean(0, keepdims=True)])),
+    "rows and others": ("other 0", lambda x, y: jnp.concatenate([x, jnp.cos(jnp.ones((3, FEATURES)))])),
+    "rows with a mean and columns": ("row mixed", lambda x, y: jnp.concatenate([x + x.mean(0), y], 1)),
+    "padded rows": ("row anywhere", lambda x, y: lax.pad(x, 0.0, ((1, 2, 0), (0, 0, 0)))),
+    "padded rows, summed": ("total 1", lambda x, y: lax.pad(x, 0.0, ((1, 2, 0), (0, 0, 0))).sum(0)),
+    "padded columns, summed": ("row", lambda x, y: lax.pad(x, 0.0, ((0, 0, 0), (1, 0, 0))).sum(1)),
+    "padded mean": ("total 0", lambda x, y: lax.pad(x.mean(0), 0.0, ((1, 0, 0),))),
+    "stacked": ("row", lambda x, y: jnp.stack([x, y], 1).sum((1, 2))),
+    "stacked before": ("row", lambda x, y: jnp.stack([x, y]).sum((0, 2))),
+    "broadcast mean": ("row added", lambda x, y: jnp.broadcast_to(x.mean(0), x.shape)),
+    "broadcast largest": ("row mixed", lambda x, y: jnp.broadcast_to(x.max(0), x.shape)),
+    "broadcast constant": ("row", lambda x, y: jnp.broadcast_to(jnp.cos(jnp.arange(4.0)), x.shape)),
+    "number of rows": ("total 1", lambda x, y: jnp.ones(x.shape[0]).sum()),
+    "numbered": ("row mixed", lambda x, y: x[:, 0] * jnp.arange(x.shape[0])),
+    "split columns": ("row", lambda x, y: jnp.split(x, 2, axis=1)[1]),
+    "split rows": ("row", lambda x, y: jnp.split(jnp.concatenate([x, y]), 2)[1]),
+    "first rows split off": ("row mixed", lambda x, y: jnp.split(x, [7])[0]),
+    "unstacked": ("row", lambda x, y: jnp.unstack(x, axis=1)[0]),
+    "unstacked rows": ("row mixed", lambda x, y: jnp.unstack(x)[0]),
+    "tiled": ("row", lambda x, y: jnp.tile(x, (1, 3))),
+    "tiled rows": ("row", lambda x, y: jnp.tile(x, (3, 1))),
+    "repeated": ("row", lambda x, y: jnp.repeat(x, 2, 0).sum(1)),
+    # products of arrays
+    "gram matrix of rows": ("row mixed", lambda x, y: x @ y.T),
+    "sum of products": ("total 1", lambda x, y: x.T @ y),
+    "sum of products with a mean": ("other 0 mixed", lambda x, y: (x + x.mean(0)).T @ y),
+    "weight for each position": ("total 1 mixed", lambda x, y: jnp.cos(jnp.arange(float(ROWS))) @ x),
+    "rows times a matrix of a mean": ("row mixed", lambda x, y: x @ jnp.outer(x.mean(0), x.mean(0))),
+    "mean times a matrix": ("total 0", lambda x, y: x.mean(0) @ jnp.ones((FEATURES, 2))),
+    "rows with a mean times a matrix": ("row added", lambda x, y: (x + x.mean(0)) @ jnp.cos(jnp.ones((FEATURES, 2)))),
+    "rows with a mean times rows": ("row mixed", lambda x, y: jnp.einsum("ni,ni->n", x + x.mean(0), y)),
+    "rows times the number": ("row 1", lambda x, y: (x * x.shape[0]) @ jnp.cos(jnp.ones((FEATURES, 2)))),
+    "pairs of rows against sums": ("row mixed", lambda x, y: (x @ y.T) @ y),
+    "rows times zeros": ("none 0", lambda x, y: x @ jnp.zeros((FEATURES, 2))),
+    "mean in a convolution": ("total 0", lambda x, y: jnp.convolve(x.mean(0), jnp.cos(jnp.ones(2)))),
+    "rows in a kernel": ("row mixed", lambda x, y: jnp.convolve(jnp.cos(jnp.ones(9)), x[:, 0])),
+    # indexing
+    "mean at a row's index": ("row mixed", lambda x, y: x.mean(0)[integer(x[:, 0])]),
+    "mean at a constant index": ("total 0", lambda x, y: jnp.take(x.mean(0), jnp.array([1, 0]))),
+    "rows at the index of the largest": ("row mixed", lambda x, y: x[x[:, 0].argmax()]),
+    "columns at the index of the largest": ("row mixed anywhere", lambda x, y: jnp.take(x, x.mean(0).argmax(), axis=1)),
+    "table at rows": ("row", lambda x, y: jnp.cos(jnp.ones((9, 3)))[integer(x[:, 0])]),
+    "table at rows with a mean": (
+        "row mixed",
+        lambda x, y: jnp.cos(jnp.ones((9, 3)))[integer(x[:, 0] + x[:, 0].mean())],
+    ),
+    "rows at rows": ("row mixed anywhere", lambda x, y: x[integer(y[:, 0])]),
+    "one row": ("row mixed", lambda x, y: x[3]),
+    "columns of each row": ("row", lambda x, y: jnp.take_along_axis(x, integer(y), axis=1)),
+    "columns of each row with a mean": (
+        "row mixed",
+        lambda x, y: jnp.take_along_axis(x, integer(y + y.mean(0)), axis=1),
+    ),
+    "rows with a mean by their index": (
+        "row mixed",
+        lambda x, y: jnp.tanh(x + x.mean(0))[jnp.arange(ROWS), integer(y[:, 0])],
+    ),
+    "rows times the number by their index": (
+        "row mixed",
+        lambda x, y: jnp.tanh((x * x.shape[0])[jnp.arange(ROWS), integer(y[:, 0])]),
+    ),
+    "numbers by their index": ("row mixed", lambda x, y: jnp.cos(jnp.arange(float(ROWS)))[jnp.arange(ROWS)]),
+    "histogram of a mean": ("other 0 mixed", lambda x, y: jnp.zeros(5).at[integer(x.mean(0))].add(1.0)),
+    "histogram with means": ("other 0 mixed", lambda x, y: jnp.zeros(5).at[integer(x[:, 0])].add(x.mean())),
+    "histogram of sums": ("total 2", lambda x, y: jnp.zeros(5).at[integer(x[:, 0])].add(x.shape[0] * y[:, 0])),
+    "last of each class": ("other 0", lambda x, y: jnp.zeros(5).at[integer(x[:, 0])].set(y[:, 0])),
+    "mean added at a constant index": ("total 0", lambda x, y: jnp.cos(jnp.ones(5)).at[0].add(x.mean())),
+    "rows written at rows": ("row mixed", lambda x, y: x.at[integer(y[:, 0])].set(1.0)),
+    "column written": ("row", lambda x, y: x.at[:, 0].set(y[:, 0])),
+    "column added": ("row added", lambda x, y: (x + x.mean(0)).at[:, 0].add(y[:, 0])),
+    "column of rows with a mean written": ("row mixed", lambda x, y: (x + x.mean(0)).at[:, 0].set(y[:, 0])),
+    "mean written by their index": (
+        "row mixed",
+        lambda x, y: x.at[jnp.arange(ROWS), 0].set(jnp.tanh(x + x.mean(0))[:, 0]),
+    ),
+    "part at a mean": (
+        "other 0 mixed",
+        lambda x, y: lax.dynamic_slice(jnp.cos(jnp.arange(9.0)), (integer(x.mean()),), (3,)),
+    ),
+    "columns at a mean": ("row mixed", lambda x, y: lax.dynamic_slice(x, (0, integer(x.mean())), (ROWS, 2))),
+    "first rows": ("row mixed", lambda x, y: lax.dynamic_slice(x, (3, 0), (7, FEATURES))),
+    "part of a mean": ("total 0", lambda x, y: lax.dynamic_slice(x.mean(0), (integer(jnp.cos(1.0)),), (2,))),
+    "written at a mean": (
+        "other 0 mixed",
+        lambda x, y: lax.dynamic_update_slice(jnp.cos(jnp.arange(9.0)), jnp.ones(2), (integer(x.mean()),)),
+    ),
+    "mean written": ("total 0", lambda x, y: lax.dynamic_update_slice(jnp.cos(jnp.arange(9.0)), x.mean(0), (3,))),
+    "rows written to a queue": (
+        "other 0",
+        lambda x, y: lax.dynamic_update_slice(jnp.cos(jnp.ones((300, FEATURES))), x, (3, 0)),
+    ),
+    "columns written": ("row", lambda x, y: lax.dynamic_update_slice(x, y[:, :2], (0, 1))),
+    # linear algebra
+    "eigenvalues of a covariance": ("other 0 mixed", lambda x, y: jnp.linalg.eigvalsh(x.T @ x)),
+    "singular values of all rows": ("row mixed", lambda x, y: jnp.linalg.svd(x, compute_uv=False)),
+    "solved for rows": ("row", lambda x, y: jnp.linalg.solve(jnp.eye(FEATURES) * 3, x.T).T),
+    "solved with a covariance": ("other 0 mixed", lambda x, y: jnp.linalg.solve(x.T @ x, jnp.ones(FEATURES))),
+    "rows solved with a covariance": ("row mixed", lambda x, y: jax.scipy.linalg.solve_triangular(x.T @ x, x.T).T),
+    "solved between rows": ("row mixed", lambda x, y: jax.scipy.linalg.solve_triangular(jnp.tri(ROWS), x, lower=True)),
+    "spectrum of rows with a mean": ("row mixed", lambda x, y: jnp.abs(jnp.fft.rfft(x + x.mean(0)))),
+    # loops
+    "mean in a loop": ("total 0", lambda x, y: lax.fori_loop(0, 3, lambda _, t: t + x.mean(0), jnp.zeros(FEATURES))),
+    "function of a mean in a loop": (
+        "other 0 mixed",
+        lambda x, y: lax.fori_loop(0, 3, lambda _, t: jnp.tanh(t + x.mean(0)), jnp.zeros(FEATURES)),
+    ),
+    "rows in a loop": (
+        "row",
+        lambda x, y: lax.fori_loop(0, 3, lambda _, t: jnp.tanh(t + x), jnp.zeros((ROWS, FEATURES))),
+    ),
+    "rows with a mean in a loop": (
+        "row mixed",
+        lambda x, y: lax.fori_loop(0, 3, lambda _, t: jnp.tanh(t - t.mean(0)), x),
+    ),
+    "mean added in a loop": ("row added", lambda x, y: lax.fori_loop(0, 3, lambda _, t: t + t.mean(0), x)),
+    "rows carried to the next row": (
+        "row mixed",
+        lambda x, y: lax.scan(lambda c, r: (r, c + r), jnp.zeros(FEATURES), x)[1],
+    ),
+    "each row of a scan": ("row", lambda x, y: lax.map(lambda r: r @ r, x)),
+    "scan with the number": ("row mixed", lambda x, y: lax.scan(lambda c, i: (c, y[i] * 2), 0.0, jnp.arange(ROWS))[1]),
+    "sum of totals in a scan": (
+        "total ?",
+        lambda x, y: lax.scan(lambda t, r: (t + (r * x.shape[0]).sum(), None), 0.0, x)[0],
+    ),
+    "product in a scan": ("other 0 mixed", lambda x, y: lax.scan(lambda t, r: (t * r.sum(), None), 1.0, x)[0]),
+    "scan of chunks": (
+        "row",
+        lambda x, y: lax.map(lambda c: c.sum(1), jnp.concatenate([x, y]).reshape(2, ROWS, FEATURES)),
+    ),
+    "scan over columns": ("row added", lambda x, y: lax.map(lambda c: c - c.mean(), x.T)),
+    "largest in a scan": (
+        "other 0 mixed",
+        lambda x, y: lax.scan(lambda t, r: (jnp.maximum(t, r.max()), None), -jnp.inf, x)[0],
+    ),
+    "loop until a mean": (
+        "row mixed",
+        lambda x, y: lax.while_loop(lambda t: jnp.abs(t).mean() > 1, lambda t: t / 2, x),
+    ),
+    "loop until a row": (
+        "row",
+        lambda x, y: lax.map(lambda r: lax.while_loop(lambda t: jnp.abs(t).max() > 1, lambda t: t / 2, r), x),
+    ),
+    "loop with a number": (
+        "row",
+        lambda x, y: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, x))[1],
+    ),
+    "branch of a mean": ("row mixed", lambda x, y: lax.cond(x.mean() > 0, jnp.sin, jnp.cos, x)),
+    "branch of a number": ("row", lambda x, y: lax.cond(jnp.cos(1.0) > 0, jnp.sin, jnp.cos, x)),
+    "branches with a mean": (
+        "row added",
+        lambda x, y: lax.cond(jnp.cos(1.0) > 0, lambda x: x + x.mean(0), lambda x: x, x),
+    ),
+    "constant branch of a mean": ("other 0 mixed", lambda x, y: lax.cond(x.mean() > 0, lambda: 1.0, lambda: 2.0)),
+    # collectives
+    "mean of all": ("none 0", lambda x, y: lax.pmean(x.mean(0), "data")),
+    "mean of all, of a function": ("none 0 mixed", lambda x, y: lax.pmean(jnp.tanh(x.mean(0)), "data")),
+    "largest of all": ("none 0", lambda x, y: lax.pmax(x.max(0), "data")),
+    "largest of sums": ("none 0 mixed", lambda x, y: lax.pmax(x.sum(0), "data")),
+    "smallest of all": ("none 0", lambda x, y: lax.pmin(x.min(0), "data")),
+    "sum of the largest of all": ("none 0 mixed", lambda x, y: lax.psum(x.max(0), "data")),
+    "sum of rows of all": ("none 0 mixed", lambda x, y: lax.psum(x, "data")),
+    "rows of all": ("none 0", lambda x, y: lax.all_gather(x, "data")),
+    "variances of all": ("none 0 mixed", lambda x, y: lax.all_gather(x.var(0), "data")),
+    "rows of the next": ("none 0 mixed", lambda x, y: lax.ppermute(x, "data", [(0, 1)])),
+    "mean of all of rows with a mean": (
+        "none 0 mixed",
+        lambda x, y: lax.pmean((x - x.mean(0)).mean(0) + jnp.tanh(x - x.mean(0)).mean(0), "data"),
+    ),
+    # constants
+    "sum times the reciprocal": ("total 0", lambda x, y: x.sum(0) * (1 / ROWS)),
+    "complex": ("total 2", lambda x, y: jnp.real(x.sum(0) * (1j + 0) * ROWS)),
+    "sum over twice the number": ("total 0", lambda x, y: x.sum(0) / (2 * ROWS)),
+    "number of all": ("total 1", lambda x, y: x.sum(0) / (float(REPLICAS * ROWS))),
+    # unknown
+    "callback of rows": ("row unknown anywhere", lambda x, y: callback(x)),
+    "callback of a mean": ("unknown 0 unknown", lambda x, y: callback(x.mean(0))),
+    "callback of a constant": ("none 0", lambda x, y: callback(jnp.cos(jnp.ones(FEATURES))) + 0.0),
+    "positions of numpy": ("row mixed", lambda x, y: x * np.linspace(0, 1, ROWS, dtype=np.float32)[:, None]),
+    "constant of numpy for each row": ("row", lambda x, y: x * np.ones((ROWS, FEATURES), np.float32)),
+    "class weights of numpy": ("row", lambda x, y: x * np.arange(FEATURES, dtype=np.float32)),
+    "rows by their index of numpy": ("row", lambda x, y: x[np.arange(ROWS), integer(y[:, 0])]),
+    "labels of numpy": (
+        "row mixed anywhere",
+        lambda x, y: (y @ lax.all_gather(x, "data", tiled=True).T)[jnp.arange(ROWS), np.arange(ROWS)],
+    ),
+    "discounted sum": ("other 0 mixed", lambda x, y: lax.scan(lambda t, r: (0.9 * t + r.sum(), None), 0.0, x)[0]),
+    "last row of a scan": ("other 0 mixed", lambda x, y: lax.scan(lambda t, r: (r, None), jnp.zeros(FEATURES), x)[0]),
+    "sum of the rows before": (
+        "total 1 mixed",
+        lambda x, y: lax.scan(lambda t, r: (t + r, t), jnp.zeros(FEATURES), x)[1],
+    ),
+    "mean in each iteration": (
+        "total 0 mixed",
+        lambda x, y: lax.scan(lambda t, r: (t + r, x.mean(0)), jnp.zeros(FEATURES), x)[1],
+    ),
+    "two sums": (
+        "total 1",
+        lambda x, y: sum(lax.scan(lambda t, r: ((t[0] + r.sum(), t[1] + r.max()), None), (0.0, 0.0), x)[0]),
+    ),
+    "discounted chunks": (
+        "total 1",
+        lambda x, y: lax.scan(
+            lambda t, r: (0.9 * t + r.sum(), None), 0.0, jnp.concatenate([x, y]).reshape(2, ROWS, FEATURES)
+        )[0],
+    ),
+    "sum of chunks": (
+        "total 1",
+        lambda x, y: lax.scan(
+            lambda t, r: (t + r.sum(), None), 0.0, jnp.concatenate([x, y]).reshape(2, ROWS, FEATURES)
+        )[0],
+    ),
+    "sum in a loop in a map": (
+        "row",
+        lambda x, y: lax.map(lambda r: lax.fori_loop(0, 3, lambda _, t: t + r.sum(), 0.0), x),
+    ),
+    "recurrence in a map": (
+        "row",
+        lambda x, y: lax.map(lambda r: lax.scan(lambda h, v: (jnp.tanh(h + v), h), 0.0, r)[1], x),
+    ),
+    "scan of a vmap": (
+        "row",
+        lambda x, y: jax.vmap(lambda r: lax.scan(lambda h, v: (jnp.tanh(h + v), h), 0.0, r)[1])(x),
+    ),
+    "class sums of centered rows": (
+        "other 0 mixed",
+        lambda x, y: jax.ops.segment_sum(x - x.mean(0), integer(y[:, 0]), num_segments=5),
+    ),
+    "integer of a mean": ("other 0 mixed", lambda x, y: integer(x.mean(0))),
+    "integer of a sum": ("total 1", lambda x, y: integer(x.sum(0))),
+    "integer of rows with a mean": ("row mixed", lambda x, y: integer(x + x.mean(0))),
+    "integer of rows": ("row", lambda x, y: integer(x)),
+    "largest minus largest": ("other 0 mixed", lambda x, y: x.max() - y.max()),
+    "1 minus largest": ("other 0 mixed", lambda x, y: 1 - x.max()),
+    "missing rows replaced by the mean": ("row mixed", lambda x, y: jnp.where(y > 0, x, x.mean(0))),
+    "tiled, summed": ("row", lambda x, y: jnp.tile(x, (1, 3)).sum(1)),
+    "tiled rows, summed": ("row", lambda x, y: jnp.tile(x, (3, 1)).sum(1)),
+    "tiled mean": ("total 0", lambda x, y: jnp.tile(x.mean(0), 2)),
+    "running sum of a mean": ("total 0", lambda x, y: lax.scan(lambda t, v: (t + v, t), 0.0, x.mean(0))[1]),
+    "carry of the whole batch": ("row mixed", lambda x, y: lax.scan(lambda h, v: (h + v.sum(), None), x, y)[0]),
+    "diagonal with all": (
+        "row mixed anywhere",
+        lambda x, y: (y @ lax.all_gather(x, "data", tiled=True).T)[jnp.arange(ROWS), jnp.arange(ROWS)],
+    ),
+    "labels of all": (
+        "row",
+        lambda x, y: (y @ lax.all_gather(x, "data", tiled=True).T)[
+            jnp.arange(ROWS), lax.axis_index("data") * ROWS + jnp.arange(ROWS)
+        ],
+    ),
+    "diagonal by take": (
+        "row mixed",
+        lambda x, y: jnp.take_along_axis(y @ lax.all_gather(x, "data", tiled=True).T, jnp.arange(ROWS)[:, None], 1),
+    ),
+    "diagonal by take of numpy": (
+        "row mixed",
+        lambda x, y: jnp.take_along_axis(y @ lax.all_gather(x, "data", tiled=True).T, np.arange(ROWS)[:, None], 1),
+    ),
+    "eye": (
+        "row mixed",
+        lambda x, y: (jnp.eye(ROWS, REPLICAS * ROWS) * (y @ lax.all_gather(x, "data", tiled=True).T)).sum(1),
+    ),
+    "eye of numpy": (
+        "row mixed",
+        lambda x, y: (
+            np.eye(ROWS, REPLICAS * ROWS, dtype=np.float32) * (y @ lax.all_gather(x, "data", tiled=True).T)
+        ).sum(1),
+    ),
+    "diag": ("row mixed anywhere", lambda x, y: jnp.diagonal(y @ lax.all_gather(x, "data", tiled=True).T)),
+    "trace": ("total 1 mixed", lambda x, y: jnp.trace(y @ lax.all_gather(x, "data", tiled=True).T)),
+    "written by index of numpy": ("row", lambda x, y: x.at[np.arange(ROWS), 0].set(1.0)),
+}
+"""name -> (how rows enter, function)."""
