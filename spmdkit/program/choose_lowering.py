@@ -1,8 +1,9 @@
 """Selects how a step is compiled: its form, the reducer's state, checks that need its trace, remat of the full loss.
 
-The mesh determines the form (`form_of`), with two exceptions. With one replica, a step that names replica axes is
+The mesh determines the form (`form_of`), with three exceptions. With one replica, a step that names replica axes is
 `mapped`, which binds them; any other step is `plain`. A step that cannot be traced inside `shard_map`, because a
-library compares the types of arrays (equinox, diffrax), is `mapped` instead of `manual`.
+library compares the types of arrays (equinox, diffrax), is `mapped` instead of `manual`. So is a step with ordered
+callbacks: XLA does not order those of separate devices (CPU, jaxlib 0.10.2).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 
 from spmdkit.communication.reducers.base import Reducer, stateless
 from spmdkit.communication.reducers.sum import make as plain_sum
+from spmdkit.compat import callbacks
 from spmdkit.errors import SpmdkitError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.user_code import call_user
@@ -74,13 +76,17 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
         raise errors[0]
     if form == "plain" and task_step.groups is None and names_replicas(traced.jaxpr):
         context, traced = _traced(task_step, context.with_sharding(form="mapped"))
+    in_manual = context.sharding.form == "manual" and task_step.task.view == "global"
+    refused = "".join(map(str, errors))  # as text: an exception would keep its frames alive
+    if in_manual and callbacks.has_ordered_effects(traced.jaxpr):
+        context, traced = _traced(task_step, context.with_sharding(form="mapped"))
+        refused = f"{task_step.what} has callbacks with ordered=True, which keep their order on one device alone"
     reducer_state.check_effect(name, reducer, context, task_step.sizes, task_step.what)
     if leaves := reducer_state.reduced_leaves(context):
         reducer.check(leaves)
     if has_state:
         task_step, context = _with_state_of(task_step, reducer, context)
         context, traced = _traced(task_step, context)
-    refused = "".join(map(str, errors))  # as text: an exception would keep its frames alive
     return ChosenForm(task_step, *_settled(task_step, context, traced, probe_padding), refused)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import compat
+from spmdkit.compat import callbacks
 from spmdkit.config.sections import Checkpoint
 from spmdkit.data.feed import Feed
 from spmdkit.errors import ConfigError
@@ -94,7 +95,8 @@ class Evaluator:
             arguments = params, on_device.model_state, abstract_batch.examples
             masked = dataclasses.replace(context, mask=abstract_batch.mask)
             self.row_usages = evaluation_usages(masked, eval_fn, stateful, *arguments)
-        if context.sharding.form == "plain" and names_replicas(jaxpr):
+        form, ordered = context.sharding.form, callbacks.has_ordered_effects(jaxpr) and task.view == "global"
+        if (form == "plain" and names_replicas(jaxpr)) or (form == "manual" and ordered):
             context = context.with_sharding(form="mapped").for_new_trace()
             _, self._totals = call_user(trace, self._what)
         self._lower, self._compile = lowered, compile
