@@ -146,6 +146,9 @@ def _spec_of(
     sizes: Mapping[str, int],
     reason: str,
 ) -> PartitionSpec:
+    stacks = bool(dims) and "pipeline" in {axis for name in dim_axes(dims[-1]) for axis in table.get(name, ())}
+    if stacks:  # a rule of a stack of layers may name its leading dims alone
+        dims = [*dims, *[None] * (len(leaf.shape) - len(dims))]
     if len(dims) != len(leaf.shape):
         raise ConfigError(
             f"layout: {reason} names {len(dims)} dims {list(dims)} for parameter '{path}' of shape "

@@ -295,6 +295,8 @@ def test_a_parameter_has_one_rule():
 def test_a_rule_names_every_dim():
     with raises("rule 'head' names 1 dims ['embed']", "shape (64, 10)", repair="each of the 2 dims"):
         lay_out([("head", ["embed"])])
+    with raises("names 3 dims ['layers', None, 'layers']", "shape (64, 10)"):
+        lay_out([("head", ["layers", None, "layers"])])
 
 
 def test_an_indivisible_dim_is_reported():
