@@ -247,6 +247,12 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
             ("snapshot_every", "standby", "precompile"),
             ("elastic.in_process is false", "set in_process: true"),
         ),
+        (
+            config.precision.params != "bfloat16",
+            "precision",
+            ("rounding",),
+            (f"params is {config.precision.params}, which loses no update", "set params: bfloat16"),
+        ),
         (exact, "precision", ("inputs",), ("compute and params are float32", "set compute: bfloat16")),
     ):
         default = type(getattr(config, section))()
@@ -263,6 +269,11 @@ def _combinations(config: Settings) -> Iterator[Problem]:
     if config.on_spike is not None and plugins.split(config.sync)[0] not in ("every_step", "stale"):
         text = "needs the loss of all replicas in every step, and with this sync groups of replicas train separately"
         yield Problem(("on_spike",), f"{text}, so it has no effect. Remove it, or use sync: every_step.")
+    sync = plugins.split(config.sync)[0]
+    if config.precision.rounding == "stochastic" and sync not in ("every_step", "stale"):
+        text = f"is stochastic, and sync: {sync} also changes parameters outside of the step, rounded to nearest"
+        repair = "These averages and sums would lose the small updates again. Use sync: every_step, or params: float32."
+        yield Problem(("precision", "rounding"), f"{text}. {repair}")
     if config.eval.params == "ema" and config.ema is None:
         text = "is ema, and there is no average of parameters. Try ema: 0.999, or params: params."
         yield Problem(("eval", "params"), text)

@@ -72,6 +72,9 @@ class Precision(Section):
     """Dtype in which the parameters are stored and updated."""
     reduce: fields.Dtype = Field(default_factory=lambda given: fields.widest("float32", given.get("params", "float32")))
     """Dtype in which gradients are summed; default: the wider of float32 and params."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How a bfloat16 parameter plus its update is rounded: nearest loses an update below 1/512 of the parameter;
+    stochastic rounds up or down at random, so that updates are kept on average. Needs params: bfloat16."""
     inputs: fields.Inputs | None = None
     """Floating-point arrays of a batch: compute casts all of them to the compute dtype, given casts none, a list casts
     those with a path that matches a pattern in it. null: as compute, and train lists the rounded arrays."""

@@ -106,7 +106,9 @@ def _precision(task_step: TaskStep) -> str:
     if {requested.compute, requested.params} != {"float32"}:
         cast = {"compute": "cast too", "given": "as they are"}
         inputs = f", floats of a batch {cast.get(str(requested.inputs or 'compute'), f'cast where {requested.inputs}')}"
-    return f"compute {requested.compute}, parameters {requested.params}, gradients summed in {requested.reduce}{inputs}"
+    rounded = " rounded stochastically" if requested.rounding == "stochastic" else ""
+    params = f"parameters {requested.params}{rounded}"
+    return f"compute {requested.compute}, {params}, gradients summed in {requested.reduce}{inputs}"
 
 
 def _microbatches(context: Context, batch_size: int) -> str:

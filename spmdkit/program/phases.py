@@ -54,8 +54,8 @@ class Phase:
 
 
 Whole = tuple[StateLayout, Callable[[], Context], int, Callable[[], Any], Callable[[], Context]]
-"""A step of the full mesh: the layout of one copy of its state, its context, the number of replicas; then the finite
-check's result of a step of groups, and the context of that step."""
+"""A step of the full mesh: the layout of one copy of its state, its context, the number of replicas; then the
+abstract checks of a step of groups, and the context of that step."""
 
 
 def phases_of(task_step: TaskStep, compile: Compile, warmup: tuple[int, Lower], whole: Whole) -> tuple[Phase, ...]:
@@ -86,8 +86,8 @@ def lowered_beside(task_step: TaskStep, whole: Whole, turn: int) -> jax.stages.L
     agree, step = _agree(task_step, whole, turn), task_step.function(whole[4]())
 
     def train_step(state: TrainState, batch: Any) -> Any:
-        new, metrics, code = step(state, batch)
-        return new.replace(sync=agree(state).sync), metrics, code
+        new, metrics, checks = step(state, batch)
+        return new.replace(sync=agree(state).sync), metrics, checks
 
     assert task_step.groups is not None
     of_metrics = NamedSharding(task_step.mesh, PartitionSpec(task_step.groups.axes))
@@ -113,10 +113,10 @@ def lowered_start(task_step: TaskStep, whole: Whole) -> jax.stages.Lowered:
     """Returns the synchronous step of all replicas, on the state of all groups."""
     groups = task_step.groups
     assert groups is not None
-    single, context, num_replicas, code, _ = whole
+    single, context, num_replicas, checks, _ = whole
     of_all = dataclasses.replace(task_step, groups=None, state=single)
     chosen = choose_form(of_all, context(), num_replicas, probe_padding=False)
-    step = synchronous_step(of_all.function(chosen.context), groups, single.abstract, code())
+    step = synchronous_step(of_all.function(chosen.context), groups, single.abstract, checks())
 
     train_step = lambda state, batch: step(task_step.to_device(state), batch)
     train_step.__name__ = "train_step"  # the name in profiles and in XLA's dumps

@@ -44,13 +44,13 @@ from spmdkit.program.state_layout import place_state, state_groups, to_device
 from spmdkit.program.step_context import step_context
 from spmdkit.program.task import Task
 from spmdkit.program.task_step import TaskStep
-from spmdkit.step import leaf_roles, reducer_state, state, trace_context
+from spmdkit.step import leaf_roles, lost_updates, reducer_state, state, trace_context
 from spmdkit.step.dataflow.analysis import Usage
 from spmdkit.step.groups import groups
 from spmdkit.step.metrics.base import is_metric
 from spmdkit.step.model_state import agreement
 from spmdkit.step.state import TrainState, check_not_donated, without_aliases
-from spmdkit.step.step import Batch
+from spmdkit.step.step import Batch, StepChecks
 
 
 class Program:
@@ -63,8 +63,7 @@ class Program:
         notes: notes for the user; skipped_rows: unreadable rows of training and of the evaluation.
         state_reduction: reduction of model state leaves over replicas, as declared by the task.
         compile_log: lines about rematerialization that XLA logged while it compiled the step.
-        code: the finite check's code of the last step, on the devices, or None; feed: batches of training; limit: loss
-            limit of `on_spike`.
+        checks: of the last step, on the devices; feed: batches of training; limit: loss limit of `on_spike`.
         may_be_donated: whether a step checks that its state has not been donated.
         probe_padding: whether the first step and evaluation check that padding rows do not count.
     """
@@ -72,7 +71,8 @@ class Program:
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device], probe_padding: bool = True):
         self.config, self.task = config, task
         self.probe_padding, self._probed = probe_padding, False
-        self.compile_log, self.code, self.may_be_donated = list[str](), None, devices[0].platform == "cpu"
+        self.compile_log, self.checks = list[str](), StepChecks(None, None)
+        self.may_be_donated = devices[0].platform == "cpu"
         self._devices = devices
         self._waits, self._previous = most_in_flight(devices, jax.process_count()) == 1, None
         compat.lay_out_ffts()
@@ -215,7 +215,7 @@ class Program:
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The compiled step `(state, batch) -> (state, metrics, code of the finite check)`. The state is donated."""
+        """The compiled step `(state, batch) -> (state, metrics, checks)`. The state is donated."""
         with compile_log.capture() as self.compile_log:
             return self._compile(self.__dict__.pop("lowered", None) or self.traced.lower())
 
@@ -308,7 +308,7 @@ class Program:
         batch = (batch if isinstance(batch, Batch) else self.put(batch)).limited(self.limit)
         if (other := self._of_shapes(batch)) is not self:
             state, metrics = other.step(state, batch)
-            self.code, self._stepped, self._returned = other.code, other._stepped, other._returned
+            self.checks, self._stepped, self._returned = other.checks, other._stepped, other._returned
             return state, metrics
         if batch.mask is not None and self.probe_padding and not self._probed:
             self.check_padding(state, batch)
@@ -320,7 +320,7 @@ class Program:
             compiled = [(p, p.compiled) for p in self.phases]  # before the first step, so that no later step waits
             due = [(p.in_place, program) for p, program in compiled if p.runs(number)]
         step = next((program for in_its_place, program in due if in_its_place), self.compiled)
-        state, metrics, self.code = step(state, batch)
+        state, metrics, self.checks = step(state, batch)
         if self._waits:
             jax.block_until_ready(self._previous)
             self._previous = metrics
@@ -331,6 +331,11 @@ class Program:
         return state, metrics
 
     @property
+    def narrow_leaves(self) -> list[str]:
+        """The parameters with updates that `checks.sizes` measures, in its order."""
+        return lost_updates.narrow_leaves(self._roles, self.abstract_state.params)
+
+    @property
     def warmup(self) -> int:
         """The last step that uses `sum` instead of the reducer; 0 if nothing is reduced."""
         return self.reducer.warmup if self._step_context.sharding.num_replicas > 1 else 0
@@ -338,8 +343,8 @@ class Program:
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
         """The programs of a run other than the step, those that replace a step first."""
-        warm, code = (self.warmup, lambda: self.lowered_by(plain_sum())), lambda: self.traced.out_info[2]
-        whole = self._single, self._context, self.num_replicas, code, self._step_context.for_new_trace
+        warm, checks = (self.warmup, lambda: self.lowered_by(plain_sum())), lambda: self.traced.out_info[2]
+        whole = self._single, self._context, self.num_replicas, checks, self._step_context.for_new_trace
         return phases.phases_of(self._task_step, self._compile, warm, whole)
 
     def compiled_by(self, reducer: Reducer) -> jax.stages.Compiled:

@@ -41,6 +41,7 @@ def step_context(
         compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
         inputs=dtypes.inputs or "compute",
         reduce_dtype=jnp.dtype(dtypes.reduce),
+        rounds_stochastically=dtypes.rounding == "stochastic",
         reducer=reducer_of(config),
         remat=policy(remat) if isinstance(remat, str) else policy_of_names(remat.save, remat.offload),
         state_reduction=state_reduction,

@@ -53,7 +53,7 @@ class TaskStep:
         return "train_step" if self.task.train_step is not None else "loss_fn"
 
     def function(self, context: Context, discover: bool = False, typed: bool = True) -> Any:
-        """Returns `(state, batch) -> (state, metrics, code of the finite check)`.
+        """Returns `(state, batch) -> (state, metrics, checks)`.
 
         Args:
             discover: `reducer` of the new state holds the gradient of each call of `sk.value_and_grad`.

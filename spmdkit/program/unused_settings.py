@@ -83,6 +83,11 @@ def _check_own_step(config: Config, context: Context) -> None:
             f"precision.compute: {precision.compute} has no effect: train_step never calls sk.value_and_grad, which "
             f"computes in it. Use it, cast in the step, or set precision: {precision.params}."
         )
+    if precision.rounding == "stochastic" and not called("rounding"):
+        raise ConfigError(
+            "precision.rounding: stochastic has no effect: train_step never calls state.apply_gradients, which rounds "
+            "the parameters. Use it, or remove precision.rounding."
+        )
     if context.options.remat is not None and not called("value_and_grad", "remat"):
         raise ConfigError(
             f"remat: {config.remat} has no effect: train_step never calls sk.value_and_grad, which applies it to the "

@@ -1,5 +1,5 @@
-"""`ReducerSlots`: passes the reducer's state and metrics into and out of a traced step, and the gradient to the guard.
-Apart from the results it is the only output of a trace.
+"""`ReducerSlots`: passes the reducer's state and metrics into and out of a traced step, and the gradient and the sizes
+of updates to the checks. Apart from the results it is the only output of a trace.
 
 `TrainState.reducer` has one entry per call of `sk.value_and_grad`, in the order of tracing. A new state must belong to
 the trace of the step, so calls inside a user's loop, branch, `vmap` or `jit` are rejected.
@@ -8,7 +8,7 @@ the trace of the step, so calls inside a user's loop, branch, `vmap` or `jit` ar
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class ReducerSlots:
         self._updates: list[Any] = []
         self.metrics: dict[str, jax.Array] = {}
         self._all_recorded = True
+        self.sizes: jax.Array | None = None
         self._trace = compat.current_trace()
 
     def take(self, gradient: Any) -> Any:
@@ -76,6 +77,11 @@ class ReducerSlots:
             self._updates.append(gradient)
         else:
             self._all_recorded = False
+
+    def record_sizes(self, compute: Callable[[], jax.Array | None]) -> None:
+        """Adds the sizes of one update (lost_updates.py). Updates inside a user's loop are not measured."""
+        if compat.current_trace() is self._trace and (sizes := compute()) is not None:
+            self.sizes = sizes if self.sizes is None else self.sizes + sizes
 
     @property
     def update_gradients(self) -> list[Any] | None:

@@ -4,7 +4,8 @@
     |- fold STEPS - fold step                         `state.key`
     |     |- fold LOSS - fold replica - fold micro    the plain key of a loss
     |     |- fold EXAMPLES - fold salt (- fold layer) - fold position   `sk.example_keys(salt)`
-    |     `- fold REDUCER                             of a reducer that draws random numbers
+    |     |- fold REDUCER                             of a reducer that draws random numbers
+    |     `- fold ROUNDING - fold leaf               of an update that is rounded stochastically
     |- fold UPDATE - the same subtree                 after an update within a step: four updates have four keys
     `- fold EVALUATION - the same subtree             with the index of the batch as the step
 
@@ -31,8 +32,8 @@ VERSION = 2
 """Version of this tree, saved with every checkpoint. 1: no tags."""
 
 STEPS, EVALUATION, LOSS, EXAMPLES, REDUCER = 0x73746570, 0x6576616C, 0x6C6F7373, 0x65786D70, 0x72656475
-UPDATE = 0x75706474
-"""ASCII: step, eval, loss, exmp, redu, updt."""
+UPDATE, ROUNDING = 0x75706474, 0x726F756E
+"""ASCII: step, eval, loss, exmp, redu, updt, roun."""
 
 THREEFRY = "threefry2x32"
 
@@ -81,6 +82,11 @@ def loss_key(key: jax.Array, replica: Any, micro: Any) -> jax.Array:
 def reducer_key(key: jax.Array) -> jax.Array:
     """Returns the threefry key of a step's reducer, the same on every replica."""
     return _fold(_threefry(key), REDUCER)
+
+
+def rounding_key(key: jax.Array, number: int) -> jax.Array:
+    """Returns the threefry key that rounds the parameter with this number, the same on every replica."""
+    return _fold(_threefry(key), ROUNDING, number)
 
 
 def example_keys(key: jax.Array, salt: Any, places: jax.Array, layer: jax.Array | None = None) -> jax.Array:

@@ -15,7 +15,7 @@ import optax
 
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.trees import common_dtype, describe, is_key, named_leaves, path_name
-from spmdkit.step import leaf_roles, trace_context
+from spmdkit.step import leaf_roles, lost_updates, rounding, trace_context
 from spmdkit.step import rng as step_rng
 
 
@@ -144,7 +144,8 @@ class TrainState:
         params = trace_context.shard_like_params(context, params, "update")
         with jax.named_scope(trace_context.OPTIMIZER):
             updates, opt_state = _updated(self.optimizer, grads, self.opt_state, params, extra)
-        new_params = optax.apply_updates(params, updates)
+            new_params = rounding.apply_updates(context, params, updates, self.key)
+        context.slots.record_sizes(lambda: lost_updates.sizes_of_updates(context, params, updates))
         if roles:
             of_role: Callable[[Any, Any, Any, Any], Any] = lambda path, new, grad, old: {
                 "overwritten": grad,  # exact, unlike the sum of the parameter and an update

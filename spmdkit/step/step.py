@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,21 @@ COMPILED_NAME = "train_step"
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
-Stepped = tuple[TrainState, dict[str, Any], Any]
-"""The result of a step to compile: the state, its metrics, and the code of its guard or None (finite_check.py)."""
+
+class StepChecks(NamedTuple):
+    """What the host reads of a step at log steps.
+
+    Attributes:
+        code: the code of the guard, or None (finite_check.py).
+        sizes: the sizes of the updates of narrow parameters, or None (lost_updates.py).
+    """
+
+    code: Any
+    sizes: Any
+
+
+Stepped = tuple[TrainState, dict[str, Any], StepChecks]
+"""The result of a step to compile: the state, its metrics, and its checks."""
 
 
 @jax.tree_util.register_dataclass
@@ -124,21 +137,22 @@ def global_step(
         new_state, metrics = _checked(state, out)
         metrics = {**metrics, **slots.metrics}
         new_state = with_program_fields(state, new_state, context).replace(reducer=slots.new_state())
-        return new_state, metrics, guard_code(context, new_state.params, metrics, slots.update_gradients, batch.limit)
+        code = guard_code(context, new_state.params, metrics, slots.update_gradients, batch.limit)
+        return new_state, metrics, StepChecks(code, slots.sizes)
 
     def skippable(state: TrainState, batch: Batch) -> tuple[TrainState, Any, jax.Array]:
-        new, metrics, code = stepped(state, batch)
-        assert code is not None
-        return new.replace(step=None, rng=None), (new.step, new.rng, metrics, code), is_skipped(context, code)
+        new, metrics, checks = stepped(state, batch)
+        assert checks.code is not None
+        return new.replace(step=None, rng=None), (new.step, new.rng, metrics, checks), is_skipped(context, checks.code)
 
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
         state = to_device(state)
         if not guard_skips(context):
             return stepped(state, batch)
-        new, (step, rng, metrics, code) = conditional_update(
+        new, (step, rng, metrics, checks) = conditional_update(
             skippable, state.replace(step=None, rng=None), state, batch
         )
-        return new.replace(step=step, rng=rng), metrics, code
+        return new.replace(step=step, rng=rng), metrics, checks
 
     whole_step.__name__ = COMPILED_NAME
     return whole_step
@@ -172,11 +186,11 @@ def replica_step(
             metrics = {**metrics, **slots.metrics}
         new_state = without_copies(with_program_fields(state, new_state, inner)).replace(reducer=())
         _require_same_on_replicas(inner, new_state, metrics)
-        new_state, metrics = jax.tree.map(_untype_trivial, (new_state, metrics))
+        new_state, metrics, sizes = jax.tree.map(_untype_trivial, (new_state, metrics, slots.sizes))
         reducer_state = compat.as_varying(jax.tree.map(lambda x: x[None], slots.new_state()), REPLICA_AXES)
         new_state = new_state.replace(reducer=reducer_state)
         new_state, code = apply_guard(inner, state, new_state, metrics, slots.update_gradients, limit)
-        return new_state, metrics, code
+        return new_state, metrics, StepChecks(code, sizes)
 
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
         whole, per_shard = PartitionSpec(), context.options.reducer.per_shard_state
@@ -184,10 +198,10 @@ def replica_step(
         states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": reducer_specs})
         in_specs, out_specs, mesh = (states, rows, rows, whole), (states, whole, whole), context.sharding.mesh
         mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
-        new_state, *rest = mapped(to_device(state), batch.examples, batch.mask, batch.limit)
+        new_state, metrics, checks = mapped(to_device(state), batch.examples, batch.mask, batch.limit)
         if discover:
             new_state = new_state.replace(reducer=jax.tree.map(lambda x: x[0], new_state.reducer))
-        return new_state, *rest
+        return new_state, metrics, checks
 
     whole_step.__name__ = COMPILED_NAME
     return whole_step

@@ -126,6 +126,7 @@ Function = Literal[
     "all_gather",
     "ema",
     "optimizer",
+    "rounding",
     "remat",
     "attention",
     "context_order",
@@ -186,6 +187,7 @@ class StepOptions:
         inputs: floating point arrays of a batch that are cast to `compute_dtype`: `compute` (all), `given` (none), or
             path patterns.
         reduce_dtype: dtype of the gradient reduction; None: that of the parameters.
+        rounds_stochastically: an update of a bfloat16 parameter is rounded stochastically (rounding.py).
         reducer: reduction of gradients over replicas.
         remat: values that `sk.remat` saves (`ops.remat.Remat`); None: nothing is recomputed.
         remat_whole: `remat` applies to the complete loss, since the task does not call `sk.remat`.
@@ -202,6 +204,7 @@ class StepOptions:
     compute_dtype: Any = None
     inputs: str | Sequence[str] = "compute"
     reduce_dtype: Any = None
+    rounds_stochastically: bool = False
     reducer: Reducer = field(default_factory=plain_sum)
     remat: Any = None
     remat_whole: bool = False

@@ -21,6 +21,7 @@ EVERYTHING = {
     "profile": {"start": 5, "steps": 2},
     "log": {"every_steps": 5},
     "data": {"retries": 1},
+    "precision": {"params": "bfloat16"},
     "replica_check": {"every_steps": 10},
     "on_spike": {"action": "skip"},
     "preemption": [{"file": {"path": "preempt"}}],

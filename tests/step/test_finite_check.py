@@ -40,7 +40,7 @@ def host(state):
 
 
 def bits_of(program):
-    return int(np.bitwise_or.reduce(np.ravel(jax.device_get(program.code))))
+    return int(np.bitwise_or.reduce(np.ravel(jax.device_get(program.checks.code))))
 
 
 def stepped(program, *batches):

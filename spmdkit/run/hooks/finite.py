@@ -42,8 +42,8 @@ def make(config: Any) -> Hook:
     def after_step(run: RunView, step: int, state: Any, metrics: Any) -> Action | None:
         if codes and step <= codes[-1][0]:
             codes.clear()  # a rollback
-        if run.program.code is not None:
-            codes.append((step, run.program.code))
+        if run.program.checks.code is not None:
+            codes.append((step, run.program.checks.code))
         is_logged = run.is_log_step(step)
         saves = saves_every is not None and step % saves_every == 0
         if is_logged or saves or len(codes) >= MAX_CODES:
@@ -170,7 +170,7 @@ class FiniteResults:
         if run.program.groups is not None:
             return False
         same = [name for name, bit in finite_check.KINDS.items() if bits & bit and name != "gradient"]
-        code = run.program.code
+        code = run.program.checks.code
         return (code is not None and code.ndim == 0) or any(self._policies[name] == policy for name in same)
 
     def _stop(self, run: RunView, what: str, known: bool) -> Stop:

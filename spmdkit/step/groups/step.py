@@ -30,7 +30,7 @@ from spmdkit.step.metrics.base import is_metric
 from spmdkit.step.metrics.mean import Mean
 from spmdkit.step.reducer_io import ReducerSlots
 from spmdkit.step.state import FIELDS, TrainState
-from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, Stepped, checked, with_program_fields
+from spmdkit.step.step import COMPILED_NAME, Batch, StepChecks, StepFn, Stepped, checked, with_program_fields
 from spmdkit.step.trace_context import Context
 
 
@@ -48,15 +48,16 @@ def group_step(
             new_state, metrics = with_program_fields(state, new_state, group_context), {**metrics, **slots.metrics}
             num = jnp.float32(rows.num) if mask is None else mask.sum(dtype=jnp.float32)
             new_state, code = apply_guard(group_context, state, new_state, metrics, slots.update_gradients)
-            return new_state, {name: _group_metric(metric, num) for name, metric in metrics.items()}, code
+            group_metrics = {name: _group_metric(metric, num) for name, metric in metrics.items()}
+            return new_state, group_metrics, StepChecks(code, slots.sizes)
 
     is_one_device = all(size == 1 for size in context.sharding.sizes.values())
     spread = _by_device if is_one_device else _by_vmap
 
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
         state = to_device(state)
-        new, metrics, code = spread(step_of_group, context, groups, state.replace(sync=None), batch)
-        return new.replace(sync=state.sync), metrics, code
+        new, metrics, checks = spread(step_of_group, context, groups, state.replace(sync=None), batch)
+        return new.replace(sync=state.sync), metrics, checks
 
     whole_step.__name__ = COMPILED_NAME
     return whole_step
@@ -79,9 +80,9 @@ def _by_device(one: Any, context: Context, groups: Groups, state: TrainState, ba
 
     def body(state: TrainState, examples: Any, mask: Any) -> Any:
         local_state = state.replace(**{f: jax.tree.map(lambda x: x[0], getattr(state, f)) for f in GROUPED})
-        new, metrics, code = one(local_state, examples, mask, lax.axis_index(groups.axes))
+        new, metrics, checks = one(local_state, examples, mask, lax.axis_index(groups.axes))
         stack: Callable[[Any], Any] = lambda tree: jax.tree.map(lambda x: x[None], tree)
-        return new.replace(**{f: stack(getattr(new, f)) for f in GROUPED}), stack(metrics), stack(code)
+        return new.replace(**{f: stack(getattr(new, f)) for f in GROUPED}), stack(metrics), stack(checks)
 
     states = _fields(state, spec, replicated)
     mapped = jax.shard_map(
@@ -105,7 +106,7 @@ def _by_vmap(one: Any, context: Context, groups: Groups, state: TrainState, batc
 
 
 def synchronous_step(
-    whole: Callable[[TrainState, Batch], Stepped], groups: Groups, single: TrainState, code: Any
+    whole: Callable[[TrainState, Batch], Stepped], groups: Groups, single: TrainState, checks: Any
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile for a synchronous step of all replicas, before groups train separately.
 
@@ -115,7 +116,7 @@ def synchronous_step(
     Args:
         whole: the step of the full mesh. Its input and output states have one copy and are on the devices.
         single: the abstract state of one copy, with its shardings.
-        code: the abstract guard code of a step of groups, or None.
+        checks: the abstract checks of a step of groups.
 
     Wire: that of the step of the full mesh.
     """
@@ -127,14 +128,16 @@ def synchronous_step(
     local_copy = mapped(lambda tree: jax.tree.map(lambda x: x[0], tree), in_specs=(stacked,), out_specs=specs)
     group_copies = mapped(lambda tree: jax.tree.map(lambda x: x[None], tree), in_specs=(specs,), out_specs=stacked)
 
+    def for_groups(of_step: jax.Array, of_groups: Any) -> jax.Array:
+        spec = PartitionSpec(groups.axes, *[PartitionSpec.UNCONSTRAINED] * (of_groups.ndim - 1))
+        copies = jnp.broadcast_to(of_step, of_groups.shape)
+        return lax.with_sharding_constraint(copies, NamedSharding(mesh, spec))  # type: ignore[no-any-return]
+
     def train_step(state: TrainState, batch: Batch) -> Stepped:
         copy = local_copy({name: getattr(state, name) for name in GROUPED})
-        new, metrics, step_code = whole(state.replace(**copy, sync=None), batch)
+        new, metrics, of_step = whole(state.replace(**copy, sync=None), batch)
         sync_state = groups.sync.init(new.params)  # the sync's state after the last synchronous step
         new = new.replace(**group_copies({name: getattr(new, name) for name in GROUPED}), sync=sync_state)
-        if step_code is not None and code is not None:
-            spec = PartitionSpec(groups.axes, *[PartitionSpec.UNCONSTRAINED] * (code.ndim - 1))
-            step_code = lax.with_sharding_constraint(jnp.broadcast_to(step_code, code.shape), NamedSharding(mesh, spec))
-        return new, metrics, step_code
+        return new, metrics, jax.tree.map(for_groups, of_step, checks)
 
     return train_step
