@@ -94,6 +94,20 @@ def test_updates_of_one_step_draw_different_bits():
     assert abs(float(metrics["first"]) / 4096 - 0.5) < 0.05 and abs(float(metrics["both"]) / 4096 - 0.25) < 0.05
 
 
+def test_steps_and_leaves_draw_different_bits():
+    task = lambda: sk.Task(
+        lambda key: {"a": jnp.ones(4096), "b": jnp.ones(4096)},
+        lambda p, b, key: sk.mean(0 * b.sum(-1) + sum(x.astype(jnp.float32).sum() for x in p.values())),
+        optax.sgd(2.0**-9),
+        train_data=X,
+    )
+    one, two = (jax.device_get(run("stochastic", {}, steps=n, task=task())[1].params) for n in (1, 2))
+    moved = [one["a"] != 1, one["b"] != 1, one["a"] != two["a"]]
+    for i, first in enumerate(moved):
+        assert abs(first.mean() - 0.5) < 0.05
+        assert all(abs((first & other).mean() - 0.25) < 0.05 for other in moved[:i])
+
+
 def test_nearest_stalls_where_stochastic_converges():
     target = np.random.default_rng(1).normal(size=256).astype(np.float32)
     loss = lambda p, b, key: sk.mean(((p.astype(jnp.float32) - target) ** 2).sum() + 0 * b.sum(-1))
