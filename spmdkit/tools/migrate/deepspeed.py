@@ -43,6 +43,8 @@ def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migratio
     ordered = sorted(settings, key=lambda name: name == "scheduler")  # last: it uses the optimizer's rate
     walk(migration, {name: settings[name] for name in ordered}, TABLE)
     _batch(migration, settings)
+    if "dataloader_drop_last" not in settings:
+        migration.mapped("dataloader_drop_last", False, "data.drop_remainder", False, "DeepSpeed's default")
     if not settings.keys() & set(_SIZES[:2]):
         migration.report(LOST, "batch size", None, "it is not in this file: set batch_size and microbatches")
     stage = migration.config.get("layout", {}).get("zero", 0)

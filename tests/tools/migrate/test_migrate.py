@@ -153,6 +153,16 @@ def test_accelerates_ways_to_distribute(tmp_path, text, expected):
     assert migrated(tmp_path, "a.yaml", text)[0] == {"task": "task.py:task", **expected}
 
 
+@pytest.mark.parametrize("drop_last", [None, False, True])
+def test_deepspeeds_last_batch_is_written_out(tmp_path, drop_last):
+    """DeepSpeed retains the last short batch by default, and spmdkit drops it."""
+    settings = {"train_batch_size": 8} | ({} if drop_last is None else {"dataloader_drop_last": drop_last})
+    config, kinds = migrated(tmp_path, "ds.json", json.dumps(settings))
+    assert config["data"] == {"drop_remainder": bool(drop_last)}
+    (line,) = [line for line in kinds["mapped"] if line.startswith("dataloader_drop_last")]
+    assert ("DeepSpeed's default" in line) is (drop_last is None)
+
+
 def test_accelerate_file_names_a_deepspeed_file(tmp_path):
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}))
     text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero.json, zero3_init_flag: true}"
