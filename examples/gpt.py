@@ -235,13 +235,13 @@ def losses(
     """Returns (loss in nats per byte, metrics). Every mean is over the target bytes."""
     rows = sk.context_order({"tokens": tokens_BT, "targets": targets_BT, "where": where_BT})
     num_layers, with_experts = count_layers(params["blocks"])
-    layers = (jnp.arange(num_layers, dtype=jnp.float32), params["blocks"])
+    has_dropout = options.dropout > 0 and options.training
 
     def first(embed_VD: jax.Array, rows: Any) -> State:
         return embed(embed_VD, rows["tokens"], with_experts)
 
-    def layer(state: State, weights: Any, rows: Any) -> State:
-        return block(state, *weights, options)
+    def layer(state: State, weights: Any, rows: Any) -> State:  # the pipeline folds the layer's number into the keys
+        return block(state, weights, sk.example_keys() if has_dropout else None, options)
 
     def last(state: State, weights: Any, rows: Any) -> Any:
         h_BTD = rms_norm(state["x"], weights["norm"])
@@ -250,10 +250,13 @@ def losses(
 
     ends = {name: params[name] for name in ("norm", "head")}
     if not isinstance(params["blocks"], list):
-        return sk.pipeline(first, layer, last, head_per_token=not with_experts)(params["embed"], layers, ends, rows)
+        return sk.pipeline(first, layer, last, head_per_token=not with_experts)(
+            params["embed"], params["blocks"], ends, rows
+        )
     state = first(params["embed"], rows)
     for i, weights in enumerate(params["blocks"]):
-        state = sk.remat(layer)(state, (jnp.float32(i), weights), rows)
+        keys_B = sk.example_keys(i) if has_dropout else None
+        state = sk.remat(functools.partial(block, options=options))(state, weights, keys_B)
     return last(state, ends, rows)
 
 
@@ -278,7 +281,7 @@ def logits(params: Params, tokens_BT: jax.Array, options: Options) -> jax.Array:
     state = embed(params["embed"], tokens_BT, with_experts)
     for i in range(num_layers):
         weights = blocks[i] if isinstance(blocks, list) else jax.tree.map(lambda w, i=i: w[i], blocks)
-        state = block(state, jnp.float32(i), weights, options)
+        state = block(state, weights, None, options)
     return product(rms_norm(state["x"], params["norm"]), params["head"])
 
 
@@ -297,20 +300,19 @@ def embed(embed_VD: jax.Array, tokens_BT: jax.Array, with_experts: bool) -> Stat
     return state
 
 
-def block(state: State, layer: jax.Array, weights: Params, options: Options) -> State:
+def block(state: State, weights: Params, keys_B: jax.Array | None, options: Options) -> State:
     """Returns the activations after one layer, attention and MLP: one part in which each device sees its shards.
 
     Args:
-        layer: float32[], the index of the layer, for dropout.
+        keys_B: random keys of this layer, one per example, for dropout; None: no dropout.
     """
-    keys_B = sk.example_keys() if options.dropout and options.training else None
     state_dims = {name: STREAM if name == "x" else ("batch",) for name in state}
-    dims = [state_dims, (), {name: BLOCK_DIMS[name] for name in weights}, ("batch",)]
+    dims = [state_dims, {name: BLOCK_DIMS[name] for name in weights}, ("batch",)]
     part = sk.manual(functools.partial(block_part, options=options), in_dims=dims, out_dims=state_dims)
-    return part(state, layer, weights, keys_B)
+    return part(state, weights, keys_B)
 
 
-def block_part(state: State, layer: jax.Array, weights: Params, keys_B: jax.Array | None, *, options: Options) -> State:
+def block_part(state: State, weights: Params, keys_B: jax.Array | None, *, options: Options) -> State:
     """Returns the activations after attention and MLP, on the shards of one device.
 
     Wire: each branch gathers x over the tensor axis on its positions and scatters its sum back; each weight is gathered
@@ -323,8 +325,7 @@ def block_part(state: State, layer: jax.Array, weights: Params, keys_B: jax.Arra
     own_T = jax.lax.dynamic_slice_in_dim(positions_T, axis_index("heads") * x_BTD.shape[1], x_BTD.shape[1])
     keys_2B = (None, None)
     if keys_B is not None:
-        fold = lambda key: jax.random.split(jax.random.fold_in(key, layer.astype(jnp.int32)))
-        keys_2B = jax.vmap(fold, out_axes=1)(keys_B)
+        keys_2B = jax.vmap(jax.random.split, out_axes=1)(keys_B)
     h_BTD = all_gather(rms_norm(x_BTD, weights["attention_norm"]), "heads", dim=1)
     h_BTD = reduce_scatter(attention(h_BTD, weights, positions_T), "heads", dim=1)
     x_BTD = x_BTD + drop(h_BTD, options.dropout, keys_2B[0], own_T)

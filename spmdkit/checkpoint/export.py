@@ -73,11 +73,16 @@ def export(
         arrays = evaluated(arrays, saved.user)
     elif saved.user.get("groups"):  # of replicas that train separately: their mean, which evaluation uses
         arrays = {name: mean_of_groups(array) for name, array in arrays.items()}
+    _write(out, format, arrays, {"step": str(saved.step), "which": which})
+    return saved.step
+
+
+def _write(out: Path, format: str, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic_path(out) as partial:
             if format == "safetensors":
-                _write_safetensors(partial, arrays, {"step": str(saved.step), "which": which})
+                _write_safetensors(partial, arrays, metadata)
             else:
                 from spmdkit.checkpoint import orbax_backend
 
@@ -89,7 +94,6 @@ def export(
             f"export to {out} failed ({record.first_line(error)}). Its folder must be writable and have space "
             "for the parameters. Choose another path."
         ) from error
-    return saved.step
 
 
 def mean_of_groups(array: np.ndarray) -> np.ndarray:

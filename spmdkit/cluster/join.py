@@ -68,9 +68,7 @@ def join(
                 "functions."
             )
     else:
-        _configure(spec, devices, num_cpu, num_processes)
-        if num_processes > 1 and collective_timeout_s is not None:
-            compat.set_cpu_collective_timeout(int(collective_timeout_s) + COLLECTIVE_MARGIN_S)
+        _configure(spec, devices, num_cpu, num_processes, collective_timeout_s)
     notes = _how(spec, joined, num_processes)
     advertised = Advertised(None)
     if num_processes > 1 and not joined:
@@ -138,7 +136,13 @@ def num_threads(num_devices: int) -> int:
     return num_devices + 3 * min(num_devices, 256) + (os.cpu_count() or 1)
 
 
-def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | None, num_processes: int) -> None:
+def _configure(
+    spec: ClusterSpec,
+    devices: str | Sequence[int],
+    num_cpu: int | None,
+    num_processes: int,
+    collective_timeout_s: float | None,
+) -> None:
     """Sets the options that JAX reads when it creates its devices, for the entire process."""
     if num_cpu is not None and num_cpu > 1:
         os.environ.setdefault("NPROC", str(num_threads(num_cpu)))
@@ -157,6 +161,8 @@ def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | N
     if num_processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         compat.lower_reduce_scatter_as_all_to_all()
+        if collective_timeout_s is not None:
+            compat.set_cpu_collective_timeout(int(collective_timeout_s) + COLLECTIVE_MARGIN_S)
 
 
 def exposure_warning(spec: ClusterSpec, bound: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Source: horovod/torch/optimizer.py, horovod/tensorflow/gradient_aggregation.py (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -84,12 +84,7 @@ def DistributedOptimizer(
     )
 
     def init(params: Any) -> DistributedState:
-        num_leaves = len(jax.tree.leaves(params))
-        if names is not None and len(names) != num_leaves:
-            raise ValueError(
-                "named_parameters was specified, but one or more model parameters were not named: "
-                f"{len(names)} names for {num_leaves} leaves. Name all, or omit named_parameters."
-            )
+        _check_names(names, params)
         sums = None if backward_passes_per_step == 1 else jax.tree.map(jnp.zeros_like, params)
         return DistributedState(transformation.init(params), np.zeros((), np.int32), sums)
 
@@ -175,6 +170,15 @@ def _names(named_parameters: Iterable[Any]) -> list[str]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
     return names
+
+
+def _check_names(names: Sequence[str] | None, params: Any) -> None:
+    num_leaves = len(jax.tree.leaves(params))
+    if names is not None and len(names) != num_leaves:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named: "
+            f"{len(names)} names for {num_leaves} leaves. Name all, or omit named_parameters."
+        )
 
 
 def _check(passes: int, op: ReduceOp, predivide: float, num_groups: int, groups: Any) -> None:

@@ -28,7 +28,6 @@ from spmdkit.step import leaf_roles, rng, trace_context
 from spmdkit.step.accumulator import LossFacts, Sums
 from spmdkit.step.checks.return_values import checked_loss, checked_metrics
 from spmdkit.step.dataflow.analysis import ANALYZED_REPLICAS, Inputs, Usage, analyze
-from spmdkit.step.leaf_roles import Role
 from spmdkit.step.lowering import as_local, constrain, map_replicas
 from spmdkit.step.metrics.aggregates import Bincount, Derived, Max
 from spmdkit.step.metrics.base import Metric, empty_parts, merge_trees
@@ -142,8 +141,8 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
 # ---- one replica
 
 
-def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -> Callable[..., Any]:
-    """Returns the function of one replica: sums over its microbatches, without communication."""
+def _microbatch_loss(loss_fn: Loss, stateful: bool, context: Context, key: Any) -> Callable[..., Any]:
+    """Returns the function of one microbatch: (loss, metrics, new model state, facts)."""
 
     def one_microbatch(params: Any, state: Any, rows: Any, mask: Any, index: Any, micro: Any) -> Any:
         num = _num_rows(rows)
@@ -156,12 +155,18 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -
         new_state = _checked_state(state, new_state) if stateful else None
         return loss, metrics, new_state, LossFacts.of({**metrics, "loss": loss})
 
+    return one_microbatch
+
+
+def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -> Callable[..., Any]:
+    """Returns the function of one replica: sums over its microbatches, without communication."""
+    one_microbatch = _microbatch_loss(loss_fn, stateful, context, key)
+
     def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
         options, roles = context.options, leaf_roles.roles_in(context, params)
         computed = _cast_params(context, params)
-        select: Callable[[Any, Callable[[Role | None], bool]], Any] = lambda tree, keep: leaf_roles.select(
-            tree, lambda path: keep(roles.get(path))
-        )
+        by_path: Callable[[Any], Callable[[str], bool]] = lambda keep: lambda path: keep(roles.get(path))
+        select: Callable[[Any, Any], Any] = lambda tree, keep: leaf_roles.select(tree, by_path(keep))
         moving = select(computed, lambda role: role != "frozen") if roles else computed
         overwrites = "overwritten" in roles.values()
 

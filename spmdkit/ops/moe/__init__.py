@@ -123,10 +123,17 @@ def moe(
     keys, impl = (None, None) if keys_B is None else (jax.random.key_data(keys_B), jax.random.key_impl(keys_B))
     positions = None if positions is None else jnp.asarray(positions, jnp.int32)
     mixture = _Mixture(top_k, capacity, expert, dims, router_dims, sequence, score, normalise, priority, noise, impl)
-    tokens = ("batch", sequence)
+    return _run(mixture, x_BTD, router_DE, experts, positions, where_BT, bias_E, keys)
+
+
+def _run(
+    mixture: _Mixture, x_BTD: jax.Array, router_DE: jax.Array, experts: Any, *optional: Any
+) -> tuple[jax.Array, Load]:
+    """Returns the results of `mixture.on_shards`; `optional`: positions, mask, bias and key data, each may be None."""
+    tokens, positions = ("batch", mixture.sequence), optional[0]
     of_positions = None if positions is None else tokens[2 - positions.ndim :]
-    in_dims = [(*tokens, None), router_dims, dims, of_positions, tokens, (None,), ("batch",)]
-    arguments = (x_BTD, router_DE, experts, positions, where_BT, bias_E, keys)
+    in_dims = [(*tokens, None), mixture.router_dims, mixture.dims, of_positions, tokens, (None,), ("batch",)]
+    arguments = (x_BTD, router_DE, experts, *optional)
     per_example: Any = ("batch",)
     out_dims = ((*tokens, None), Load(*[per_example] * len(Load._fields)))
     in_dims = [None if x is None else d for d, x in zip(in_dims, arguments, strict=True)]

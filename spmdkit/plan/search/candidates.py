@@ -4,7 +4,8 @@ A candidate is a mesh, and optionally a number of microbatches, a remat policy a
 program builds. The estimates order the candidates, so that only the best are compiled; they are not predictions:
 
     arithmetic    FLOPs of the step / devices, a quarter to a third more with remat
-    memory        state read and written once; a state that alone exceeds a device rules the candidate out
+    memory        three times the state: the update reads and writes it, and the passes move parameters and gradients;
+                  a state that alone exceeds a device rules the candidate out
     replica, data one reduction of the gradient                              (plan/lower_bound.py)
     fsdp          gathers of the parameters in each microbatch, and one scatter
     tensor        activations reduced once for each pair of sharded matrices, forward and backward

@@ -181,5 +181,5 @@ def test_nonfinite_loss_is_reported_and_not_compared():
     found = figures._loss([(bad, bad)], notes)
     assert found["loss_mean"] is None and re.search("not finite from step 2", notes[0])
     rows = [{"refused": None, "loss": [1.0]}, {"refused": None, **found}]
-    figures.against(rows)
+    figures.add_loss_increase(rows)
     assert rows[1]["loss_more_mean"] is None and rows[0]["loss_more_mean"] == 0
