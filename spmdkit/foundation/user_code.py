@@ -104,6 +104,8 @@ def _repair(error: BaseException, what: str) -> str:
             f"While {what} is compiled its arrays have shapes and no values. Use jnp.where or jax.lax.cond for `if`, "
             "and jnp for np, float() and int()."
         )
+    if isinstance(error, NameError) and "unbound axis name" in str(error):
+        return "The replica axes are named 'replica' and 'data'. Write axis_name=('replica', 'data')."
     computed = "The parameters, the data and what is computed from them"
     return f"{'The shapes and dtypes in it' if what == 'init' else computed} have to fit together. Fix that line."
 
