@@ -61,7 +61,7 @@ MAX_CHARS = 1200
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Left(BaseException):
+class ExitCalled(BaseException):
     """Raised in place of `os._exit`."""
 
 
@@ -91,16 +91,16 @@ class Folder:
 
         def exit_process(code):
             left.append(code)
-            raise Left
+            raise ExitCalled
 
         self._monkeypatch.setattr(exit_handler, "exit_process", exit_process)
         try:
             code = cli.main(list(arguments))
-        except Left:
+        except ExitCalled:
             code = left[0]
         return code
 
-    def kept(self):
+    def run_files(self):
         """Returns path -> bytes of the metrics and checkpoints of a run."""
         files = [self.path / "run" / "metrics.jsonl", *(self.path / "run" / "checkpoints").rglob("*")]
         return {file.relative_to(self.path): file.read_bytes() for file in files if file.is_file()}
@@ -110,7 +110,7 @@ class Folder:
 
         `may_train`: the mistake is detected during training, so new lines and checkpoints may be added.
         """
-        before = self.kept()
+        before = self.run_files()
         self._capfd.readouterr()
         found = self.leaves(*command)
         output, error = self._capfd.readouterr()
@@ -124,7 +124,7 @@ class Folder:
         assert message and len(message) < MAX_CHARS, f"{len(message)} characters\n{shown}"
         lines = message.splitlines()
         assert len(set(lines)) == len(lines), f"a line is said twice\n{shown}"
-        after = self.kept()
+        after = self.run_files()
         for path, content in before.items():
             assert path in after, f"{path} is gone\n{shown}"
             same = after[path].startswith(content) if may_train and path.suffix == ".jsonl" else after[path] == content

@@ -54,7 +54,7 @@ CONFIG = {
 }
 
 
-class Left(BaseException):
+class ExitCalled(BaseException):
     """Raised in place of `os._exit`."""
 
 
@@ -82,7 +82,7 @@ def run(command: list[str]) -> Ran:
 
     def exit_process(code: int) -> None:
         left.append(code)
-        raise Left
+        raise ExitCalled
 
     real, exit_handler.exit_process = exit_handler.exit_process, exit_process  # type: ignore[assignment]
     path, begin = list(sys.path), time.process_time()
@@ -90,7 +90,7 @@ def run(command: list[str]) -> Ran:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 code = cli.main(command) or 0
-            except Left:
+            except ExitCalled:
                 code = left[0]
     finally:
         exit_handler.exit_process = real

@@ -106,7 +106,7 @@ def assert_same_replicas(tree):
         assert all(len(bits) == 1 for bits in by_index.values()), "replicas hold other bits"
 
 
-def owed(state):
+def residuals(state):
     """Returns the sum of the error-feedback buffers over replicas, for the first call of a step: a tree like the
     parameters, of numpy arrays."""
     if not state.reducer:
@@ -131,7 +131,7 @@ def true_sum(mesh):
 def applied_and_owed(mesh, reducer):
     """Returns the sum applied by 8 steps, plus the error-feedback buffers after them."""
     applied, state = added_up(program(mesh, reducer))
-    return jax.tree.map(lambda x, y: np.asarray(x, np.float64) + y, applied, owed(state))
+    return jax.tree.map(lambda x, y: np.asarray(x, np.float64) + y, applied, residuals(state))
 
 
 def alone(made, path="w", num=4, axes=("data",)):

@@ -20,8 +20,8 @@ from tests.support.reducer_runs import (
     alone,
     applied_and_owed,
     loss_fn,
-    owed,
     program,
+    residuals,
     task,
     train,
     true_sum,
@@ -40,7 +40,7 @@ MESHES = {
 def test_applied_and_owed_are_the_sum(mesh):
     expected = added_up(program(MESHES[mesh]))[0]
     applied, state = added_up(program(MESHES[mesh], "hierarchical"))
-    left = owed(state)
+    left = residuals(state)
     assert_close(jax.tree.map(lambda x, y: np.asarray(x, np.float64) + y, applied, left), expected)
     assert np.abs(left["up"]).max() > 1e-5
 

@@ -11,7 +11,7 @@ from spmdkit.verify.cases import exact_reducer, reducer_note
 from tests.support.core_runs import assert_close
 from tests.support.messages import Parts, raises
 from tests.support.own_files import config_by_choice
-from tests.support.reducer_runs import owed, train
+from tests.support.reducer_runs import residuals, train
 
 TASK = """
 import spmdkit as sk
@@ -85,7 +85,7 @@ def test_user_reducer_equals_sum(config):
 def test_user_reducer_state_is_saved_and_complete(config):
     expected = jax.device_get(train(program(config("sum")), 6)[0].opt_state)
     state, _ = train(program(config("mine.py:coarse")), 6)
-    applied, left = jax.device_get(state.opt_state), owed(state)
+    applied, left = jax.device_get(state.opt_state), residuals(state)
     assert all(np.abs(x).max() > 1e-5 for x in jax.tree.leaves(left))
     assert_close(jax.tree.map(np.add, applied, left), expected)
 

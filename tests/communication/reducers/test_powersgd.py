@@ -54,16 +54,16 @@ def one_by_one(steps, q):
         steps: terms of each step, [4, matrices, m, n]; a replica's own in the first dim.
         q: where each matrix begins, [matrices, n, rank].
     """
-    owed, sums = np.zeros(steps[0].shape), []
+    residuals, sums = np.zeros(steps[0].shape), []
     for terms in steps:
         total = np.zeros(terms.shape[1:])
         for b in range(terms.shape[1]):
-            own = terms[:, b] + owed[:, b]
+            own = terms[:, b] + residuals[:, b]
             p, _ = np.linalg.qr(sum(c @ np.linalg.qr(q[b])[0] for c in own))
             right = sum(c.T @ p for c in own)
-            total[b], owed[:, b], q[b] = p @ right.T, own - p @ (p.T @ own), right
+            total[b], residuals[:, b], q[b] = p @ right.T, own - p @ (p.T @ own), right
         sums.append(total)
-    return sums, owed
+    return sums, residuals
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,10 @@ def test_first_dim_of_stacked_leaf_is_a_batch(path, shape, view):
         totals.append(total)
     key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), 0)
     start = np.asarray(jax.random.normal(key, (view[0], view[2], rank)), np.float64)
-    sums, owed = one_by_one([terms.reshape(4, *view) for terms in steps], start.copy())
+    sums, residuals = one_by_one([terms.reshape(4, *view) for terms in steps], start.copy())
     for found, expected in zip(totals, sums, strict=True):
         np.testing.assert_allclose(found, expected.reshape(shape), atol=2e-4)
-    np.testing.assert_allclose(states["error"], owed.reshape(4, *shape), atol=2e-4)
+    np.testing.assert_allclose(states["error"], residuals.reshape(4, *shape), atol=2e-4)
 
 
 def test_leaf_is_split_where_factors_are_smallest():

@@ -24,8 +24,8 @@ from tests.support.reducer_runs import (
     added_up,
     applied_and_owed,
     assert_same_replicas,
-    owed,
     program,
+    residuals,
     true_sum,
 )
 
@@ -139,7 +139,7 @@ def test_replicas_are_bitwise_equal_in_sums_form(name, mesh):
 @pytest.mark.parametrize("name, mesh", [form for form in FORMS if form.values[0] in STATEFUL])
 def test_applied_and_residual_add_up_to_true_sum(name, mesh):
     _, applied, state = trained(mesh, json.dumps(chosen(name)))
-    assert_close(jax.tree.map(lambda x, y: np.asarray(x, np.float64) + y, applied, owed(state)), true_sum(mesh))
+    assert_close(jax.tree.map(lambda x, y: np.asarray(x, np.float64) + y, applied, residuals(state)), true_sum(mesh))
 
 
 @pytest.mark.parametrize(

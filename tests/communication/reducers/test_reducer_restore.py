@@ -11,7 +11,7 @@ from spmdkit.program.restore import restored
 from tests.communication.reducers.test_reducer_contract import STATEFUL, chosen
 from tests.support.core_runs import assert_close
 from tests.support.forms import slow_except
-from tests.support.reducer_runs import adam, bits, owed, program, train
+from tests.support.reducer_runs import adam, bits, program, residuals, train
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def saving(tmp_path):
 @pytest.mark.parametrize("name", slow_except({"int8", "hierarchical"}, STATEFUL))
 def test_resume_is_bitwise_only_with_the_residual(name, saving):
     state, _ = train(made(name), 3)
-    checkpoints, before = saving(state), owed(state)
+    checkpoints, before = saving(state), residuals(state)
     expected, _ = train(made(name), 3, state, 4)
     state, _, lines = restored(checkpoints, 3, made(name))
     forgotten = restored(checkpoints, 3, made(name))[0]
@@ -50,7 +50,7 @@ def test_resume_is_bitwise_only_with_the_residual(name, saving):
     other = made(name, replica=2, **inside, tensor=2)
     state, _, lines = restored(checkpoints, 3, other)
     assert lines == [] and any(np.abs(x).max() > 1e-6 for x in jax.tree.leaves(before))
-    assert_close(owed(state), before)
+    assert_close(residuals(state), before)
 
 
 def test_switching_to_compression_starts_with_empty_residual(saving):

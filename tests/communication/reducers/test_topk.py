@@ -12,14 +12,14 @@ from tests.support.reducer_runs import alone, program
 
 def test_each_replica_sends_its_largest_values():
     random = np.random.default_rng(0)
-    terms, owed = (random.normal(size=(4, 5000)).astype(np.float32) for _ in range(2))
-    k, requested = 1024, terms + owed
+    terms, residuals = (random.normal(size=(4, 5000)).astype(np.float32) for _ in range(2))
+    k, requested = 1024, terms + residuals
     sent = np.zeros_like(requested)
     for row, out in zip(requested, sent, strict=True):
         largest = np.argsort(-np.abs(row))[:k]
         out[largest] = row[largest]
 
-    (total,), (left,) = alone(topk.make(fraction=0.25, most=None))([terms], [{"error": owed}])
+    (total,), (left,) = alone(topk.make(fraction=0.25, most=None))([terms], [{"error": residuals}])
     np.testing.assert_array_equal(total, ((sent[0] + sent[1]) + sent[2]) + sent[3])
     np.testing.assert_array_equal(left["error"], requested - sent)
 
