@@ -203,9 +203,39 @@ def close(checkpointer: ocp.AsyncCheckpointer) -> None:
         checkpointer.close()
 
 
+_ON_DISK = {
+    **dict.fromkeys(("uint1", "uint2", "uint4"), "uint8"),
+    "int1": "int8",
+    "float8_e4m3": "bfloat16",
+}
+"""Dtypes that tensorstore lacks (0.1.86) -> a wider one with the same values."""
+
+
+def _on_disk(tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns arrays (or abstract arrays) in dtypes that tensorstore has."""
+
+    def wider(x: Any) -> Any:
+        if (name := _ON_DISK.get(str(x.dtype))) is None:
+            return x
+        is_abstract = isinstance(x, jax.ShapeDtypeStruct)
+        return x.update(dtype=jax.numpy.dtype(name)) if is_abstract else x.astype(name)
+
+    return jax.tree.map(wider, tree)  # type: ignore[no-any-return]
+
+
+def _from_disk(tree: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    def narrower(x: Any, leaf: Any) -> Any:
+        if str(leaf.dtype) not in _ON_DISK:
+            return x
+        x = x.astype(leaf.dtype)
+        return x if isinstance(x, np.ndarray) else jax.device_put(x, leaf.sharding)
+
+    return jax.tree.map(narrower, tree, like)  # type: ignore[no-any-return]
+
+
 def start_save(checkpointer: ocp.AsyncCheckpointer, folder: Location, tree: dict[str, Any]) -> None:
     """Copies the arrays to the host and returns. A background thread writes and commits them."""
-    checkpointer.save(str(folder), args=ocp.args.Composite(**{STATE_FOLDER: ocp.args.PyTreeSave(tree)}))
+    checkpointer.save(str(folder), args=ocp.args.Composite(**{STATE_FOLDER: ocp.args.PyTreeSave(_on_disk(tree))}))
 
 
 def signal_folders_created() -> None:
@@ -225,23 +255,22 @@ def load(
 ) -> dict[str, Any]:
     """Returns the arrays of a step. `tree`: jax.ShapeDtypeStruct with shardings, the structure of the complete step
     (`partial`: of a part)."""
-    args = ocp.args.PyTreeRestore(item=tree, restore_args=construct_restore_args(tree), partial_restore=partial)
+    item = _on_disk(tree)
+    args = ocp.args.PyTreeRestore(item=item, restore_args=construct_restore_args(item), partial_restore=partial)
     # Not `checkpointer.restore`, which ends in a barrier: if one process finds damage, the others would wait there.
     restored = checkpointer.handler.restore(epath.Path(str(folder)), args=ocp.args.Composite(**{STATE_FOLDER: args}))
-    loaded: dict[str, Any] = restored[STATE_FOLDER]
-    return loaded
+    return _from_disk(restored[STATE_FOLDER], tree)
 
 
 def load_numpy(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
     """Returns a part of a step (`tree`: abstract arrays) as numpy arrays, without a model or a mesh."""
     args = ocp.args.PyTreeRestore(
-        item=tree,
-        restore_args=jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), tree),
+        item=(item := _on_disk(tree)),
+        restore_args=jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), item),
         partial_restore=True,
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        loaded: dict[str, Any] = checkpointer.restore(str(folder / STATE_FOLDER), args=args)
-    return loaded
+        return _from_disk(checkpointer.restore(str(folder / STATE_FOLDER), args=args), tree)
 
 
 def read_leaf(folder: Path, path: str) -> None:
@@ -255,5 +284,5 @@ def read_leaf(folder: Path, path: str) -> None:
 def write_plain(folder: Path, tree: dict[str, Any]) -> None:
     """Writes a nested dict of numpy arrays as a separate orbax checkpoint, and waits until it is written."""
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(str(folder), tree)
+        checkpointer.save(str(folder), _on_disk(tree))
         checkpointer.wait_until_finished()

@@ -216,6 +216,20 @@ def lay_out_ffts() -> None:
     mlir.register_lowering(lax.fft_p, rule, platform="cpu")
 
 
+def accept_narrow_arguments(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
+    """Returns the compiled program, which accepts arrays of int4, int2 and float4.
+
+    Such an array reports a layout of whole bytes and a program one of packed bits, so JAX refuses the call, though XLA
+    converts (jax 0.10.2; `jax.jit` does not compare them).
+    """
+    executable = compiled._executable
+    layouts: Sequence[Any] = getattr(executable, "_xla_in_layouts", ())
+    if any(getattr(layout, "sub_byte_element_size_in_bits", 0) for layout in layouts):
+        is_packed: Callable[[Any], bool] = lambda layout: bool(getattr(layout, "sub_byte_element_size_in_bits", 0))
+        executable._xla_in_layouts = [None if is_packed(layout) else layout for layout in layouts]  # type: ignore[attr-defined]
+    return compiled
+
+
 def current_trace() -> Any:
     """Returns a token of the current trace; each loop, branch, `vmap`, `grad` and `jit` has a different one."""
     from jax._src import core

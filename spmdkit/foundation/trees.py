@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,15 +58,46 @@ def canonical_dtype(dtype: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
+def is_narrow(dtype: Any) -> bool:
+    """Returns whether JAX never promotes a dtype implicitly: floats of 8 or fewer bits, integers of fewer than 8."""
+    is_a = functools.partial(jax.numpy.issubdtype, dtype)
+    return (is_a(np.floating) and dtype_bits(dtype) <= 8) or (is_a(np.integer) and dtype_bits(dtype) < 8)
+
+
+def is_wide_float(dtype: Any) -> bool:
+    """Returns whether values of a dtype can be averaged and trained: floats of more than 8 bits."""
+    return bool(jax.numpy.issubdtype(dtype, np.inexact)) and not is_narrow(dtype)
+
+
 def common_dtype(*dtypes: Any) -> Any:
-    """Returns the dtype to which JAX promotes the dtypes, even if the user has disabled implicit promotion."""
+    """Returns the dtype to which JAX promotes the dtypes, even if the user has disabled implicit promotion. With others
+    a narrow dtype counts as int8, or as the widest of the other floats (float32 without any)."""
+    if len({jax.numpy.dtype(dtype) for dtype in dtypes}) == 1:
+        return jax.numpy.dtype(dtypes[0])
+    wide = [dtype for dtype in dtypes if not is_narrow(dtype)]
+    is_float: Callable[[Any], bool] = lambda dtype: bool(jax.numpy.issubdtype(dtype, np.inexact))
+    for dtype in filter(is_narrow, dtypes):
+        if not is_float(dtype):
+            wide.append(np.dtype(np.int8))
+        elif not any(map(is_float, wide)):
+            wide.append(np.dtype(np.float32))
     with jax.numpy_dtype_promotion("standard"):
-        return functools.reduce(jax.numpy.promote_types, dtypes)
+        return functools.reduce(jax.numpy.promote_types, wide)
+
+
+def dtype_bits(dtype: Any) -> int:
+    """Returns the bits of an element in a program: numpy uses 8 for 4; for typed keys the bits of their data."""
+    dtype = canonical_dtype(dtype)
+    is_extended = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
+    return int(8 * dtype.itemsize if is_extended else jax.dtypes.itemsize_bits(dtype))
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Returns the bytes of a (possibly abstract) array; for typed keys the bytes of their data."""
-    return int(np.prod(leaf.shape, dtype=np.int64)) * int(canonical_dtype(leaf.dtype).itemsize)
+    """Returns the bytes of a (possibly abstract) array in a program; for typed keys the bytes of their data.
+
+    XLA packs int4, int2 and float4 (memory analysis of CPU and TPU programs). A CPU device holds a byte per element.
+    """
+    return -(-int(np.prod(leaf.shape, dtype=np.int64)) * dtype_bits(leaf.dtype) // 8)
 
 
 def tree_bytes(tree: Any) -> int:

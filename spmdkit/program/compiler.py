@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import phase
 from spmdkit.foundation.formatting import nearest
@@ -110,7 +111,7 @@ def compile(
     chosen: Any = options(devices, own, deterministic) or None
     try:
         with phase.during("compile"):  # each compilation (auto, an evaluation) has the full time limit
-            return lowered.compile(compiler_options=chosen)
+            return compat.accept_narrow_arguments(lowered.compile(compiler_options=chosen))
     except jax.errors.JaxRuntimeError as error:
         text = str(error).splitlines()[0]
         named = [name for name in own if name in text]

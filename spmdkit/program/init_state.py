@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from spmdkit.config import Config, choose_optimizer
 from spmdkit.data.dtypes import narrow
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.formatting import nearest
-from spmdkit.foundation.trees import canonical_dtype, common_dtype, named_leaves, path_name
+from spmdkit.foundation.trees import canonical_dtype, common_dtype, is_narrow, named_leaves, path_name
 from spmdkit.foundation.user_code import call_user
 from spmdkit.program.task import Task
 from spmdkit.step import trace_context
@@ -56,8 +57,7 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
 
     def init_as_stored(key: jax.Array) -> Variables:
         variables, _ = init(key)
-        is_stored: Callable[[Any], bool] = lambda path: declared_role((), task.overwritten, path_name(path)) is not None
-        stored = lambda path, x: x if is_stored(path) else x.astype(config.precision.params)
+        stored = lambda path, x: x if _is_stored(task, path_name(path), x.dtype) else x.astype(config.precision.params)
         return variables._replace(params=jax.tree.map_with_path(stored, variables.params))
 
     shapes, dtypes = call_user(lambda: jax.eval_shape(init, jax.random.key(config.seed)), "init")
@@ -66,7 +66,8 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
     for path, dtype in dtypes.of_leaves:
         which, _, name = path.partition("/")
         if which == "params":
-            _check_parameter(name, dtype)
+            if not _is_stored(task, name, dtype):
+                _check_parameter(name, dtype)
         elif dtype == jax.dtypes.float0:
             raise ConfigError(
                 f"init returned model state '{name}' as float0, which is JAX's gradient of an integer: it holds no "
@@ -74,6 +75,13 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
             )
     stored = jax.eval_shape(init_as_stored, jax.random.key(config.seed))
     return init_as_stored, stored.params, stored.state, _cast_notes(dict(dtypes.of_leaves), stored, config)
+
+
+def _is_stored(task: Task, path: str, dtype: Any) -> bool:
+    """Returns whether a parameter keeps the dtype of `init`: overwritten by its gradient, or frozen and quantized."""
+    role = declared_role(task.frozen, task.overwritten, path)
+    quantized = is_narrow(dtype) or jnp.issubdtype(dtype, jnp.integer)
+    return role == "overwritten" or (role == "frozen" and quantized)
 
 
 def _narrowed(path: str, leaf: Any) -> Any:
@@ -95,7 +103,8 @@ def _check_parameter(path: str, dtype: Any) -> None:
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(
             f"init returned parameter '{path}' as {dtype}. Parameters are floating point, since they have a gradient. "
-            "Return other arrays as model state: sk.Variables(params, state)."
+            "Return other arrays as model state, sk.Variables(params, state), or name constants: "
+            f"Task(frozen=['{re.escape(path)}'])."
         )
 
 

@@ -10,7 +10,6 @@ subtracted.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import resource
@@ -20,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
+from spmdkit.foundation.trees import leaf_bytes
 from spmdkit.mesh import layout
 from spmdkit.mesh.chips import chip_of_device_kind
 from spmdkit.program import compiler
@@ -74,8 +73,7 @@ def input_bytes(leaves: Sequence[layout.LeafPlacement], mesh: Mesh, batch: Any =
 
 def shard_bytes(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> int:
     """Returns the bytes of one device's shard of an array."""
-    dtype = dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
-    return int(math.prod(sharding.shard_shape(tuple(shape))) * dtype.itemsize)
+    return leaf_bytes(jax.ShapeDtypeStruct(sharding.shard_shape(tuple(shape)), dtype))
 
 
 @dataclass(frozen=True)

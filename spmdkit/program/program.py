@@ -44,6 +44,7 @@ from spmdkit.program.state_layout import place_state, state_groups, to_device
 from spmdkit.program.step_context import step_context
 from spmdkit.program.task import Task
 from spmdkit.program.task_step import TaskStep
+from spmdkit.program.xla_defects import check_dtypes
 from spmdkit.step import leaf_roles, lost_updates, reducer_state, state, trace_context
 from spmdkit.step.dataflow.analysis import Usage
 from spmdkit.step.groups import groups
@@ -98,6 +99,7 @@ class Program:
         self._roles, self._unread = self._leaf_roles(abstract_params)
         self._eval_params = eval_params_of(task, self._abstract_state)
         check_names(self._abstract_state, "the state")
+        check_dtypes(self._abstract_state, self._devices)
         self._single = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
         self._placed = self._single  # before the reducer's state is added
         if self.groups is not None:

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit.communication.reducers.base import Reducer, stateless
 from spmdkit.foundation.checksum import shard_lanes
-from spmdkit.foundation.trees import is_key, path_name
+from spmdkit.foundation.trees import dtype_bits, is_key, path_name
 from spmdkit.mesh.layout import LeafPlacement
 from spmdkit.mesh.mesh import spec_axes
 from spmdkit.program.program import Program
@@ -171,5 +171,8 @@ def _of_source(x: jax.Array, is_source: jax.Array, axes: tuple[str, ...]) -> Any
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(*(_of_source(part, is_source, axes) for part in (x.real, x.imag)))
+    if dtype_bits(x.dtype) == 4:  # sent as bytes: XLA:CPU adds no uint4 over devices
+        data = _of_source(x.view("uint4").astype("uint8"), is_source, axes)
+        return data.astype("uint4").view(x.dtype)
     bits = x.view(f"uint{8 * x.dtype.itemsize}")
     return lax.psum(jnp.where(is_source, bits, jnp.zeros_like(bits)), axes).view(x.dtype)

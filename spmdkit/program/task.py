@@ -50,9 +50,9 @@ class Task:
         state_reduction: reduction of the model state over replicas: pattern of a leaf's full path -> `mean`, `sum` (of
             the increments of all replicas), `max`, or `identical` (checked). By default derived as `identical` or
             `mean`; other leaves need an entry. See `spmdkit.step.model_state.agreement`.
-        frozen: patterns of full paths of parameters that stay as `init` made them. They are not differentiated, reduced
-            or checked, and have no optimizer state. Parameters with a gradient that the optimizer does not read
-            (`optax.set_to_zero` in `optax.partition`) are detected for a `loss_fn`.
+        frozen: patterns of full paths of parameters that stay as `init` made them, also integers. They are not
+            differentiated, reduced or checked, and have no optimizer state. Parameters with a gradient that the
+            optimizer does not read (`optax.set_to_zero` in `optax.partition`) are detected for a `loss_fn`.
         overwritten: patterns of full paths of parameters that their gradient overwrites, as in flax's FP8 layers: the
             new value is the maximum over replicas and microbatches, without the optimizer.
         row_mixing: `allow` accepts a loss that mixes the rows of a replica (batch norm per replica) without a warning;

@@ -1,7 +1,8 @@
-"""Programs that XLA is known to compile silently into wrong numbers; they are rejected when the step is traced.
+"""Programs that XLA is known to compile silently into wrong ones; they are rejected before they are compiled.
 
-One defect is known (jaxlib 0.10.2): the gradient of a max or min pool with windows that overlap by half or more, along
-a sharded dim: `select_and_scatter_add` with window >= 2 * stride. Reproduction and measurements: docs/xla_pool.md.
+Two defects are known (jaxlib 0.10.2): integers of less than 4 bits on several CPU devices (`check_dtypes`), and the
+gradient of a max or min pool with windows that overlap by half or more, along a sharded dim: `select_and_scatter_add`
+with window >= 2 * stride. Reproduction and measurements of the second: docs/xla_pool.md.
 
 A dim is sharded by an activation constraint (`sk.shard`), or by propagation from one. So a pool is correct only if its
 operand is gathered directly before it, or if no constraint shards that dim of an array with the same number of dims,
@@ -10,14 +11,16 @@ nor any dim over `context` (a reshape may have moved it). In `shard_map` arrays 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import jaxprs
+from spmdkit.foundation.trees import describe, dtype_bits, named_leaves
 from spmdkit.mesh.mesh import dim_axes
 
 MANUAL = ("shard_map", "spmdkit_manual")
@@ -49,6 +52,19 @@ def check_pools(jaxpr: Any, sizes: Mapping[str, int], what: str) -> None:
                     "None, None), use a stride of more than half the window, or a mesh that does not shard it.\n  "
                     f"{compat.source_line(eqn)}"
                 )
+
+
+def check_dtypes(state: Any, devices: Sequence[Any]) -> None:
+    """Raises ConfigError for a state with integers of less than 4 bits on several CPU devices: a gather of them
+    corrupts the memory of the process (jaxlib 0.10.2)."""
+    if len(devices) == 1 or devices[0].platform != "cpu":
+        return
+    for path, leaf in named_leaves(state):
+        if jnp.issubdtype(leaf.dtype, jnp.integer) and dtype_bits(leaf.dtype) < 4:
+            raise ConfigError(
+                f"the state's leaf '{path}' is {describe(leaf)} on {len(devices)} CPU devices. XLA cannot send "
+                "integers of less than 4 bits between CPU devices. Store them as int4 or int8, or use devices: cpu:1."
+            )
 
 
 def _axes_along(

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.trees import abstract, describe, first_difference, named_leaves, path_name
+from spmdkit.foundation.trees import abstract, describe, first_difference, is_narrow, named_leaves, path_name
 from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import leaf_roles, rng, trace_context
 from spmdkit.step.accumulator import LossFacts, Sums
@@ -85,7 +85,7 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         model_state, batch, key = args if len(args) == 3 else (None, *args)
         roles = leaf_roles.roles_in(context, params)
         leaf_roles.check_overwritten(roles, params)
-        _check_differentiable(params)
+        _check_differentiable(params, roles)
         usages = _analysis(loss_fn, len(args) == 3, context, params, model_state, batch, key)
         kinds = _state_reductions(context, model_state, usages) if len(args) == 3 else {}
         local = _local_gradient(loss_fn, len(args) == 3, context, key)
@@ -395,9 +395,12 @@ def _cast(tree: Any, dtype: Any) -> Any:
 
 
 def _cast_params(context: Context, params: Any) -> Any:
-    """Returns parameters in the compute dtype; those that their gradient overwrites are unchanged."""
+    """Returns parameters in the compute dtype; those that their gradient overwrites and narrow ones are unchanged."""
     roles = leaf_roles.roles_in(context, params)
-    cast = lambda path, x: x if roles.get(path_name(path)) == "overwritten" else _cast(x, context.options.compute_dtype)
+    is_kept: Callable[[Any, Any], bool] = lambda path, x: (
+        roles.get(path_name(path)) == "overwritten" or is_narrow(x.dtype)
+    )
+    cast = lambda path, x: x if is_kept(path, x) else _cast(x, context.options.compute_dtype)
     return params if context.options.compute_dtype is None else jax.tree.map_with_path(cast, params)
 
 
@@ -415,9 +418,9 @@ def _num_rows(rows: Any) -> int:
     return int(np.shape(jax.tree.leaves(rows)[0])[0])
 
 
-def _check_differentiable(params: Any) -> None:
+def _check_differentiable(params: Any, roles: leaf_roles.Roles) -> None:
     for path, leaf in named_leaves(params):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+        if roles.get(path) != "frozen" and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise ConfigError(
                 f"parameter {path} is {describe(leaf)}: only floating point leaves have a gradient. Store it in the "
                 "model state (sk.Variables) or outside of the parameters."

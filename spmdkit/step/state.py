@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from spmdkit.errors import ConfigError, UserCodeError
-from spmdkit.foundation.trees import common_dtype, describe, is_key, named_leaves, path_name
+from spmdkit.foundation.trees import common_dtype, describe, is_key, is_wide_float, named_leaves, path_name
 from spmdkit.step import leaf_roles, lost_updates, rounding, trace_context
 from spmdkit.step import rng as step_rng
 
@@ -65,7 +65,7 @@ class TrainState:
         params: the user's pytree.
         opt_state: state of the optax optimizer.
         model_state: mutable model state, or None.
-        ema: exponential moving average of the parameters, in float32 or wider, or None.
+        ema: exponential moving average of the parameters, in float32 or wider (a copy of quantized ones), or None.
         rng: uint32[2] (rbg: [4]), the data of the run's root key; managed by the program and constant.
         optimizer: the optax transformation (static).
         ema_decay: decay of `ema` (static).
@@ -155,7 +155,8 @@ class TrainState:
         ema = self.ema
         if self.ema_decay is not None:
             decay = self.ema_decay
-            ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype), ema, new_params)
+            average: Callable[[Any, Any], Any] = lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype)
+            ema = jax.tree.map(lambda e, p: average(e, p) if is_wide_float(e.dtype) else p, ema, new_params)
         return self.replace(
             replica_copy=None if self.replica_copy is None else ReplicaCopy(new_params, new_params, self.replica_copy),
             step=self.step + 1,
@@ -185,7 +186,9 @@ def create(params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: 
         # In bfloat16 the increment of each step would be rounded away, and the average would never change.
         ema=None
         if ema_decay is None
-        else jax.tree.map(lambda x: jnp.array(x, common_dtype(x.dtype, jnp.float32)), params),
+        else jax.tree.map(
+            lambda x: jnp.array(x, common_dtype(x.dtype, jnp.float32) if is_wide_float(x.dtype) else x.dtype), params
+        ),
         rng=step_rng.root_data(seed),
         optimizer=optimizer,
         ema_decay=ema_decay,

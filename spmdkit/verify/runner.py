@@ -341,6 +341,6 @@ def plain_value_and_grad(
         by_data = jax.vmap(value, (None, 0), axis_name="data")
         return jax.vmap(by_data, (None, 0), axis_name="replica")(params, rows)[0, 0]
 
-    both = jax.jit(jax.value_and_grad(over_one_replica), compiler_options={**compiler.quick_options()})
+    both = jax.jit(jax.value_and_grad(over_one_replica, allow_int=True), compiler_options={**compiler.quick_options()})
     loss, grads = both(differentiated(state.params))
     return PlainResult(float(loss), flat(grads))

@@ -40,7 +40,9 @@ def test_a_state_in_host_memory_can_be_saved(directory):
     assert_same(round_trip(directory, state, abstract_on(state, mesh_of(2))), state)
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint32", "complex64", "bool", "int4"])
+@pytest.mark.parametrize(
+    "dtype", ["float8_e4m3fn", "float8_e4m3", "float4_e2m1fn", "uint32", "complex64", "bool", "int4", "uint4", "uint2"]
+)
 def test_every_dtype_comes_back_bit_for_bit(directory, dtype):
     state = {"x": jnp.array([[0, 1, 1], [1, 0, 1]]).astype(dtype), "scalar": jnp.ones((), dtype)}
     assert_same(round_trip(directory, state, jax.eval_shape(lambda: state)), state)

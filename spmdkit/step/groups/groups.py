@@ -21,7 +21,7 @@ from spmdkit.communication.reducers.base import ReduceGroup, Reducer
 from spmdkit.communication.sync.base import Mean, Sync
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import jaxprs
-from spmdkit.foundation.trees import common_dtype, named_leaves
+from spmdkit.foundation.trees import common_dtype, is_wide_float, named_leaves, path_name
 from spmdkit.step import rng, trace_context
 from spmdkit.step.metrics.base import Metric, reduce_parts
 from spmdkit.step.model_state import agreement as model_state_agreement
@@ -90,7 +90,7 @@ def mean_with_reducer(
     """
 
     def mean(tree: Any) -> Any:
-        named = named_leaves(tree)
+        named = [(path, x) for path, x in named_leaves(tree) if is_wide_float(x.dtype)]
         out_specs = [specs[path] for path, _ in named]
 
         def body(leaves: list[jax.Array], key: jax.Array) -> list[jax.Array]:
@@ -102,8 +102,8 @@ def mean_with_reducer(
         in_specs = [PartitionSpec(groups.axes, *spec) for spec in out_specs]
         mapped = jax.shard_map(body, mesh=mesh, in_specs=(in_specs, PartitionSpec()), out_specs=out_specs)
         with jax.named_scope(trace_context.REDUCE):
-            averages = mapped([x for _, x in named], key)
-        return jax.tree.unflatten(jax.tree.structure(tree), averages)
+            averages = dict(zip([path for path, _ in named], mapped([x for _, x in named], key), strict=True))
+        return jax.tree.map_with_path(lambda path, x: averages.get(path_name(path), x[0]), tree)
 
     return mean
 
@@ -118,7 +118,9 @@ def agreed_state(groups: Groups, state: TrainState, turn: int, mean: Mean) -> Tr
     """Returns the state after groups synchronize; `mean` averages over the groups."""
     with jax.named_scope(trace_context.SYNC):
         params, sync_state = agreement_fn(groups.sync, turn)(state.params, state.sync, mean)
-    same = jax.tree.map(lambda x, p: jnp.broadcast_to(x, p.shape).astype(p.dtype), params, state.params)
+    same = jax.tree.map(
+        lambda x, p: jnp.broadcast_to(x, p.shape).astype(p.dtype) if is_wide_float(p.dtype) else p, params, state.params
+    )
     return state.replace(params=same, sync=sync_state)
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
-from spmdkit.foundation.trees import common_dtype, describe, is_key, named_leaves
+from spmdkit.foundation.trees import common_dtype, describe, is_key, is_narrow, named_leaves
 from spmdkit.step.dataflow.analysis import Usage
 
 Kind = Literal["mean", "sum", "max", "identical", "unchanged"]
@@ -169,7 +169,7 @@ def values_to_reduce(
         elif kind == "sum":
             added[path] = _wide(x) - _wide(before[path])
         elif kind == "max":
-            largest[path] = x
+            largest[path] = _wide(x)
         elif kind == "identical":
             bits = _bits(x)
             is_first = first.reshape(first.shape + (1,) * (bits.ndim - first.ndim))
@@ -186,7 +186,7 @@ def reduced_state(
     def leaf(path: str, like: Any) -> jax.Array:
         kind = kinds[path]
         if kind == "max":
-            return largest[path]
+            return largest[path].astype(like.dtype)
         if kind == "unchanged":
             return before[path]  # type: ignore[no-any-return]
         if kind == "identical":
@@ -235,8 +235,10 @@ def merge_groups(declared: Kinds, state: Any) -> Any:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """Returns floats in float32 or wider; integers are unchanged."""
-    return x.astype(common_dtype(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    """Returns floats in float32 or wider, and int4 in int8: XLA:CPU adds no int2 over devices."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.astype(common_dtype(x.dtype, jnp.float32))
+    return x.astype(jnp.int8) if is_narrow(x.dtype) else x
 
 
 def _bits(x: jax.Array) -> jax.Array:
