@@ -29,6 +29,22 @@ def text_of(flow):
 
 
 FLOWS = {
+    "table of twice the number at rows": ("row", lambda x, y: jnp.cos(jnp.ones((2 * ROWS, 3)))[integer(x[:, 0])]),
+    "constant over rows with a mean": ("row mixed", lambda x, y: 1 / (x + x.mean(0))),
+    "half of rows over two dims": ("row mixed", lambda x, y: x.reshape(4, ROWS)[:2]),
+    "columns of rows, tiled": ("row", lambda x, y: jnp.tile(x.T, (1, 2)).sum(0)),
+    "own rows of all": (
+        "total 1",
+        lambda x, y: lax.dynamic_slice_in_dim(
+            lax.all_gather(x, "data", tiled=True), lax.axis_index("data") * ROWS, ROWS
+        ).sum(0),
+    ),
+    "product of a constant": ("none 0", lambda x, y: jnp.cos(jnp.ones(FEATURES)).prod()),
+    "sorted constant": ("none 0", lambda x, y: jnp.sort(jnp.cos(jnp.ones(FEATURES)))),
+    "eigenvalues of a constant": ("none 0", lambda x, y: jnp.linalg.eigvalsh(jnp.eye(FEATURES) * jnp.cos(1.0))),
+    "table written at a constant": ("none 0", lambda x, y: jnp.cos(jnp.ones(5)).at[0].add(jnp.cos(1.0))),
+    "mean of reversed rows": ("total 0 mixed", lambda x, y: lax.rev(x, (0,)).mean(0)),
+    "rows over two dims, tiled": ("total 1", lambda x, y: jnp.tile(x.reshape(4, ROWS), (1, 2)).sum(1)),
     # sums
     "rows of another layout": ("row mixed", lambda x, y: x[:, :1] + x[:, 0]),
     "mean added to rows": ("row added", lambda x, y: x + x.mean(0)),

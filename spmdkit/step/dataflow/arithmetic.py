@@ -120,7 +120,7 @@ def power(eqn: Any, flows: Sequence[Flow]) -> Flow:
 def nonlinear(eqn: Any, flows: Sequence[Flow]) -> Flow:
     """Any other function of the elements."""
     name = eqn.primitive.name
-    if name in ("lt", "le") and flows[0].tag == "index" and flows[1].tag == "zero":
+    if name in ("lt", "le") and flows[0].tag in ("index", "offset") and flows[1].tag == "zero":
         return replace(NONE, tag="false")
     entering = [f for f in flows if f.enters]
     if not entering:

@@ -67,7 +67,7 @@ def reduce_extreme(eqn: Any, flows: Sequence[Flow]) -> Flow:
     changed = nonlinear(eqn, flows)
     if not _meets(flow, shape, axes):
         return _without(changed, shape, axes)
-    return Flow(how, 0, **{**marks([changed]), "added": None, "source": flow.source or eqn})
+    return Flow(how, 0, **{**marks([changed]), "source": flow.source or eqn})
 
 
 def reduce_other(eqn: Any, flows: Sequence[Flow]) -> Flow:
@@ -190,7 +190,8 @@ def stack(eqn: Any, flows: Sequence[Flow]) -> Flow:
 def tile(eqn: Any, flows: Sequence[Flow]) -> Flow:
     (flow,), shape, out = flows, shape_of(eqn), result_shape(eqn)
     repeated = [d for d, num in enumerate(eqn.params["reps"]) if num > 1]
-    if _meets(flow, shape, repeated[1:] if repeated[:1] == [0] else repeated):
+    span = flow.span(shape)
+    if span is not None and span[0] != span[1] and _meets(flow, shape, repeated):
         return replace(flow, stride=0)
     return flow.moved(shape, out, {d: d for d in range(len(shape))})
 
@@ -247,11 +248,8 @@ def dot_general(eqn: Any, flows: Sequence[Flow]) -> Flow:
     added = any(f.added for f in flows) and all(f.is_row for f in flows)
     if len(summed) == 2 and not added:
         found = marks(flows)
-        return Flow("total", plus(degree, 1), **{**found, "added": None, "source": found["source"] or eqn})
+        return Flow("total", plus(degree, 1), **{**found, "source": found["source"] or eqn})
     if summed:
-        other = flows[1 - summed[0]]
-        if len(summed) == 1 and other.how == "none":  # a weight for each position
-            return Flow("total", plus(degree, 1), **mixing(eqn, flows))
         return _mixed_row(eqn, flows) if moved else _other(eqn, flows)
     same = len({(f.rows, f.stride) for f in moved}) == 1
     if (len(moved) == 2 and not same) or statistic or added or degree is None:
