@@ -117,6 +117,34 @@ def test_metrics_of_an_evaluation_are_analyzed():
     assert "eval_fn mixes rows in evaluation metric 'precision'" in note
 
 
+def callback(x):
+    return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="expand_dims")
+
+
+METRICS = {
+    "largest": (lambda h, b: sk.max(h), "row by row"),
+    "largest of sums": (lambda h, b: sk.max(h.sum(0)), "mixed across rows"),
+    "largest of a constant": (lambda h, b: sk.max(jnp.ones(3)), "not at all"),
+    "sum": (lambda h, b: sk.sum(h), "as a sum"),
+    "sum of mixed rows": (lambda h, b: sk.sum(h / h.max()), "mixed across rows"),
+    "sum of zeros": (lambda h, b: sk.sum(jnp.zeros_like(h)), "not at all"),
+    "counts": (lambda h, b: sk.bincount(b["label"], CLASSES), "as a sum"),
+    "two": (lambda h, b: sk.mean(h) + sk.mean(h / h.max()), "mixed across rows"),
+    "callback": (lambda h, b: sk.mean(callback(h)), "unknown"),
+}
+
+
+def test_how_rows_enter_metrics():
+    def loss(p, b, k):
+        h = jax.lax.stop_gradient(logits(p, b))
+        return sk.mean(errors(p, b)), {name: metric(h, b) for name, (metric, _) in METRICS.items()}
+
+    table = {row.name: row for row in build(loss).row_table}
+    assert {n: table[f"metric {n}"].rows for n in METRICS} == {n: rows for n, (_, rows) in METRICS.items()}
+    assert "no rule for pure_callback at tests/step/" in table["metric callback"].why
+    assert "mixed at tests/step/" in table["metric two"].why
+
+
 def test_row_mixing_is_an_error_or_allowed():
     loss = MIXED["batch norm"].loss
     with pytest.raises(ConfigError, match=r"row_mixing is error\. .*row_programs\.py:\d+: loss_fn mixes rows in loss"):
