@@ -13,6 +13,7 @@ from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint import state_dict
 from spmdkit.checkpoint.location import Location
 from spmdkit.errors import CheckpointError
+from spmdkit.foundation.exhausted_memory import is_exhausted
 from spmdkit.foundation.trees import named_leaves
 
 if TYPE_CHECKING:
@@ -40,10 +41,8 @@ def restore(
     tree = state_dict.nest({path: leaf for path, leaf in requested if leaf.size})
     try:
         loaded = orbax_backend.load(checkpointer, directory / str(step), tree, partial=bool(unread))
-    except MemoryError:
-        raise
     except Exception as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if is_exhausted(error):
             raise
         raise records.damaged_error(directory, step, records.first_line(records.root_cause(error))) from error
     arrays = [state_dict.pick(loaded, path) if leaf.size else _empty(leaf) for path, leaf in requested]

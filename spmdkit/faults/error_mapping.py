@@ -15,6 +15,7 @@ from typing import Any
 
 from spmdkit.errors import ExitCode
 from spmdkit.foundation import files
+from spmdkit.foundation.exhausted_memory import is_exhausted
 from spmdkit.foundation.formatting import format_bytes
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EPIPE)
@@ -103,10 +104,9 @@ def _callback_words(frames: Sequence[tuple[Any, ...]], last: str) -> str:
 def describe_out_of_memory(error: BaseException) -> tuple[int, str] | None:
     """A device, or this process, without memory during the run: a program other than the planned step, or one for
     which the plan knew no limit."""
-    text = str(error)
-    on_device = isinstance(error, RuntimeError) and ("RESOURCE_EXHAUSTED" in text or "Out of memory" in text)
-    if not on_device and not isinstance(error, MemoryError):
+    if not is_exhausted(error):
         return None
+    text = str(error)
     size = re.search(r"(\d+) bytes", text)
     needed = f": {format_bytes(int(size[1]))} more are needed" if size else ""
     return ExitCode.FAILED, (

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from spmdkit.foundation.exhausted_memory import is_exhausted
 from spmdkit.foundation.trees import leaf_bytes
 from spmdkit.mesh import layout
 from spmdkit.mesh.chips import chip_of_device_kind
@@ -119,7 +120,7 @@ def step_bytes(make: Callable[[], jax.stages.Compiled], given: InputBytes, platf
     try:
         stats = make().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_exhausted(error):
             raise
         state, needed = given.state_bytes, _needed(str(error))
         return StepBytes(given.device_bytes, state, state, needed, refused=str(error))

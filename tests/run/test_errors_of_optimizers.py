@@ -43,6 +43,31 @@ def test_optimizer_is_named_with_the_line(optimizer, words):
     assert caught.value.exit_code == 70
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "INTERNAL: Failed to allocate 98697216 bytes for new constant",
+        "INTERNAL: Failed to allocate memory: 12",
+        "RESOURCE_EXHAUSTED: Failed to allocate request for 12.00GiB (12884901888B) on device ordinal 0",
+        "RESOURCE_EXHAUSTED: Attempting to reserve 5.33G at the bottom of memory. That was not possible.",
+        "INTERNAL: Ran out of memory in hbm. Used 20.50G of 15.75G hbm.",
+        "INTERNAL: CUDA error: CUDA_ERROR_OUT_OF_MEMORY",
+        "UNKNOWN: hipErrorOutOfMemory",
+        "INTERNAL: cuBLAS: CUBLAS_STATUS_ALLOC_FAILED",
+        "INTERNAL: mmap failed: Cannot allocate memory",
+        "UNKNOWN: std::bad_alloc",
+    ],
+)
+def test_every_text_of_exhausted_memory_is_recognized(text):
+    code, words = describe(jax.errors.JaxRuntimeError(text))
+    assert code == 70 and words.startswith("out of memory") and text.split(": ")[1][:20] in words
+
+
+@pytest.mark.parametrize("text", ["INTERNAL: no kernel", "RESOURCE_EXHAUSTED: Received message larger than max"])
+def test_other_errors_of_xla_are_not_about_memory(text):
+    assert "out of memory" not in describe(jax.errors.JaxRuntimeError(text))[1]
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("kind", ["RESOURCE_EXHAUSTED", "INTERNAL: Error dispatching computation"])
 def test_exhausted_memory_is_no_bug_of_spmdkit(wrapped, kind):
