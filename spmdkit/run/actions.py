@@ -59,6 +59,21 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
     run.hook_runner.call("after_eval", run, step, values)
 
 
+def evaluate_if_missing(run: Run, state: TrainState) -> None:
+    """Evaluates the last state of a run that an earlier start trained, if that evaluation failed.
+
+    Raises:
+        NonFiniteError, UserCodeError: it fails again, or a hook stops with an error.
+    """
+    if not run.program.has_eval or run.step != run.config.steps or run.is_evaluated(run.step):
+        return
+    run.message(f"the evaluation of step {run.step} is missing: evaluating")
+    evaluate(run, run.step, state)
+    turn = run.hook_runner.more().turn
+    if isinstance(turn, Stop) and not turn.saves:
+        raise _failure(turn)
+
+
 def save(run: Run, step: int, state: TrainState) -> None:
     """Saves the state of `step`, unless it is already saved. Returns once the arrays are copied; a thread writes them.
 

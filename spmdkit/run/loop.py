@@ -33,7 +33,7 @@ from spmdkit.program.opening import join_processes, open_program, task_of, with_
 from spmdkit.program.program import Program
 from spmdkit.program.restore import restored
 from spmdkit.program.task import Task
-from spmdkit.run.actions import check_last, save
+from spmdkit.run.actions import check_last, evaluate_if_missing, save
 from spmdkit.run.driver import NO_DRIVER, Driver, TrainJob
 from spmdkit.run.hooks.base import Metrics, Stop
 from spmdkit.run.recovery import restore, resume_check
@@ -144,6 +144,7 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
             state = run.restore_or_init()
             consistency.same_state(cluster, run.step, state)
         if run.is_complete:
+            evaluate_if_missing(run, state)
             end = f", where it stopped: {run.finished}" if run.finished else ""
             run.message(f"already finished: step {run.step} of {config.steps} is saved in {run.directory}{end}")
             run.leave_cluster()

@@ -7,6 +7,7 @@ the same step. Only methods of `Run` change its attributes.
 from __future__ import annotations
 
 import collections
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ from spmdkit.foundation.run_status import StepMark
 from spmdkit.foundation.timeouts import OWNERSHIP_RECHECK_S, SAVE_ABANDON_S
 from spmdkit.foundation.trees import whole_on_host
 from spmdkit.mesh.mesh import describe_mesh
+from spmdkit.metrics import read_lines
 from spmdkit.metrics.report.run import write_report
 from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.program import Program
@@ -344,6 +346,19 @@ class Run:
         """Stores the metrics of an evaluation and writes them."""
         self.last_eval = (step, values)
         self.write({"step": step, "split": "eval", **values})
+
+    def is_evaluated(self, step: int) -> bool:
+        """Returns whether metrics.jsonl has an evaluation of `step` that `on_nonfinite` permits; the same on all
+        processes, which all call it."""
+
+        def recorded() -> bool:
+            lines = read_lines(self.directory / "metrics.jsonl")
+            found = [line for line in lines if line.get("split") == "eval" and line.get("step") == step]
+            permits_all = self.config.on_nonfinite.evaluation == "continue"
+            numbers = [x for line in found[-1:] for x in line.values() if isinstance(x, float)]
+            return bool(found) and (permits_all or all(map(math.isfinite, numbers)))
+
+        return bool(self.cluster.from_main("evaluated", recorded))
 
     def forget_evaluation(self) -> None:
         """Drops the last evaluation: it is of another state than the one with which training continues."""
