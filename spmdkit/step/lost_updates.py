@@ -1,4 +1,4 @@
-"""Measures the updates that do not change a parameter stored in less than 32 bits, since their sum is rounded to it.
+"""Measures the updates that do not change a bfloat16 parameter, since their sum is rounded to it.
 
     size = sum |u|,   lost = sum |u| where round(p + u) = p         one pair per leaf and device, each of its shard
 
@@ -32,8 +32,8 @@ MAX_VALUES = 1 << 16
 
 
 def narrow_leaves(roles: Roles, params: Any) -> list[str]:
-    """Returns the paths of the trained parameters with fewer than 32 bits."""
-    return [path for path, x in named_leaves(params) if x.dtype.itemsize < 4 and path not in roles]
+    """Returns the paths of the trained parameters in bfloat16."""
+    return [path for path, x in named_leaves(params) if x.dtype == jnp.bfloat16 and path not in roles]
 
 
 def sizes_of_updates(context: Context, params: Any, updates: Any) -> jax.Array | None:
@@ -89,4 +89,4 @@ def _stacked(sizes: Sequence[jax.Array]) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}[x.dtype.itemsize])
+    return lax.bitcast_convert_type(x, jnp.uint16)
