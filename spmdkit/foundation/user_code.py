@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import jax
 
 from spmdkit import compat
+from spmdkit.compat.user_mesh import mesh_in_context
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.foundation.formatting import nearest
 
@@ -52,7 +53,7 @@ def call_user(fn: Callable[[], T], what: str, is_model: bool = True) -> T:
         UserCodeError: the function raised; `__cause__` has its frames.
     """
     try:
-        with compat.whole_tracebacks():
+        with compat.whole_tracebacks(), mesh_in_context(None):
             return fn()
     except ConfigError as error:
         frame = user_frame(error)
@@ -260,7 +261,8 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
     key = KEYS.get(kind, kind)
     if not target.endswith(".py"):
         try:
-            return importlib.import_module(target)
+            with mesh_in_context(None):
+                return importlib.import_module(target)
         except ModuleNotFoundError as error:
             if error.name and (target == error.name or target.startswith(error.name + ".")):
                 raise ConfigError(
@@ -288,7 +290,8 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
         sys.path.insert(0, str(path.parent))
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with mesh_in_context(None):
+            spec.loader.exec_module(module)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:

@@ -56,7 +56,7 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
         probe_padding: whether to check that padding rows do not count, if batches can be short.
     """
     reducer, name = context.options.reducer, plugins.split(task_step.config.reducer)[0]
-    form = form_of(task_step.task.view, task_step.sizes, num_replicas)
+    form = form_of(task_step.task, task_step.sizes, num_replicas)
     if task_step.groups is not None:
         context = context.with_sharding(sizes=task_step.groups.inner(task_step.sizes))
         form = "plain" if context.sharding.num_replicas == 1 else "mapped"
@@ -66,7 +66,7 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
     if has_state:  # traced without the state to find the calls of sk.value_and_grad
         context = context.with_options(reducer=plain_sum())
     errors = list[SpmdkitError]()
-    for candidate in (form, "mapped") if form == "manual" and task_step.task.view == "global" else (form,):
+    for candidate in (form, "mapped") if form == "manual" and not task_step.task.is_manual else (form,):
         try:
             context, traced = _traced(task_step, context.with_sharding(form=candidate))
             break

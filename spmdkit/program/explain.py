@@ -53,9 +53,15 @@ def explain(task_step: TaskStep, context: Context, refused: str, rows: Sequence[
         ("hooks", _hooks(task_step)),
         ("sync", _sync(task_step)),
         *(("note", note) for note in notes),
+        *(("note", _dropped_mesh(mesh)) for mesh in sorted(context.usage.dropped_meshes)),
     ]
     table = table_lines(rows)
     return "\n".join([*columns(lines), *([""] if table else []), *table])
+
+
+def _dropped_mesh(mesh: str) -> str:
+    """Returns the note about a mesh of the user that is not the program's."""
+    return f"sharding constraints of a mesh {mesh} have no effect: its devices or shape are not those of the program"
 
 
 def _layout(task_step: TaskStep) -> Iterator[Line]:
@@ -85,7 +91,7 @@ def _form(task_step: TaskStep, context: Context, refused: str) -> str:
         f"rest{f' ({model})' if model else ''}{'' if replicas > 1 else '; the step names a replica axis'}",
         "manual": f"shard_map over {_many(replicas, 'replica')}; the mesh has no larger model axis",
     }[context.sharding.form]
-    if task_step.task.view == "replica":
+    if task_step.task.is_manual:
         why = f"shard_map over {_many(replicas, 'replica')}, since the task has view='replica'"
     tried = f"; not manual: {refused.splitlines()[0]}" if refused else ""
     return f"{context.sharding.form}: {why}{tried}"

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from spmdkit.config import Config, choose_optimizer
 from spmdkit.data.dtypes import narrow
@@ -20,6 +21,8 @@ from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.formatting import nearest
 from spmdkit.foundation.trees import canonical_dtype, common_dtype, is_narrow, named_leaves, path_name
 from spmdkit.foundation.user_code import call_user
+from spmdkit.mesh.layout import logical_axes
+from spmdkit.mesh.mesh import make_mesh, resolve
 from spmdkit.program.task import Task
 from spmdkit.step import trace_context
 from spmdkit.step.gradient import is_cast
@@ -35,16 +38,26 @@ class _Dtypes:
     of_leaves: tuple[tuple[str, Any], ...]
 
 
-def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Variables], Any, Any, list[str]]:
+def abstract_init(
+    task: Task, config: Config, mesh: Mesh | None = None
+) -> tuple[Callable[[jax.Array], Variables], Any, Any, list[str]]:
     """Returns (`init` that always returns `Variables`, with parameters in `precision.params`; abstract parameters;
     abstract model state; notes).
+
+    Args:
+        mesh: the mesh of bare `PartitionSpec`s in `init`; default: of one device.
 
     Raises:
         ConfigError: `init` returns no arrays, or arrays that cannot be trained or saved.
     """
 
+    sharding = trace_context.ShardingSpec(mesh=mesh or make_mesh(resolve({}, 1), jax.devices()[:1]))
+    options = trace_context.StepOptions(logical_axes=logical_axes(config.layout.axes))
+    context = trace_context.Context(sharding, options)
+
     def init(key: jax.Array) -> tuple[Variables, _Dtypes]:
-        out = task.init(key)
+        with trace_context.tracing(context):
+            out = task.init(key)
         variables = out if isinstance(out, Variables) else Variables(out, None)
         for path, leaf in named_leaves(variables):
             if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):

@@ -23,6 +23,7 @@ from spmdkit import compat, data
 from spmdkit.communication.reducers.base import Reducer
 from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.compat import callbacks
+from spmdkit.compat.user_mesh import ignores_user_mesh
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
@@ -69,6 +70,7 @@ class Program:
         probe_padding: whether the first step and evaluation check that padding rows do not count.
     """
 
+    @ignores_user_mesh
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device], probe_padding: bool = True):
         self.config, self.task = config, task
         self.probe_padding, self._probed = probe_padding, False
@@ -87,13 +89,13 @@ class Program:
         self.microbatches, self.zero = config.microbatches, config.layout.zero
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices), mesh.slices(devices))
         self.mesh, self.optimizer = mesh.make_mesh(self.sizes, devices), program_groups.optimizer_of(config, task)
-        self._init, abstract_params, abstract_model_state, self.notes = abstract_init(task, config)
+        self._init, abstract_params, abstract_model_state, self.notes = abstract_init(task, config, self.mesh)
         self.stateful = abstract_model_state is not None
         task.check_functions(self.stateful)
-        self.groups = program_groups.groups_of(config, self.sizes, task.view == "replica")
+        self.groups = program_groups.groups_of(config, self.sizes, task.is_manual)
         self._stepped: tuple[Any, int] | None = None
         self._returned: weakref.ref[TrainState] | None = None
-        self._state_groups = state_groups(config, self.stateful, task.view == "replica", self.num_replicas)
+        self._state_groups = state_groups(config, self.stateful, task.is_manual, self.num_replicas)
         self.state_reduction = agreement.declared_reductions(task.state_reduction, abstract_model_state)
         self._abstract_state = jax.eval_shape(self._create_one, jax.random.key(0))  # one copy
         self._roles, self._unread = self._leaf_roles(abstract_params)
@@ -206,16 +208,19 @@ class Program:
         self.layout, self.state_sharding, self.abstract_state, _ = self._task_step.state
 
     @functools.cached_property
+    @ignores_user_mesh
     def traced(self) -> jax.stages.Traced:
         """The step traced on its shardings, with its jaxpr; can be lowered."""
         return self._task_step.trace(self._step_context) if self._traced is None else self._traced
 
     @functools.cached_property
+    @ignores_user_mesh
     def lowered(self) -> jax.stages.Lowered:
         """The step as passed to the compiler."""
         return self.traced.lower()  # type: ignore[no-any-return]
 
     @functools.cached_property
+    @ignores_user_mesh
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step `(state, batch) -> (state, metrics, checks)`. The state is donated."""
         with compile_log.capture() as self.compile_log:
@@ -293,6 +298,7 @@ class Program:
         """Returns everything that was applied to the step, in order, with reasons: one line each. Compiles nothing."""
         return explain(self._task_step, self._step_context, self._refused, self.row_table, self.notes)
 
+    @ignores_user_mesh
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The input state is donated.
 
@@ -385,6 +391,7 @@ class Program:
 
     # ---- arrays
 
+    @ignores_user_mesh
     def init(self) -> TrainState:
         """Returns the state before the first step. Each leaf is created with its sharding; bitwise the same on every
         mesh."""
@@ -402,6 +409,7 @@ class Program:
         return leaves
 
     @functools.cached_property
+    @ignores_user_mesh
     def lowered_init(self) -> jax.stages.Lowered:
         """The program that creates the state before the first step, key -> state, as passed to the compiler."""
         return jax.jit(self._create_state, out_shardings=self.state_sharding).lower(jax.random.key(self.config.seed))
@@ -474,12 +482,14 @@ class Program:
     def _compiled_eval_params(self) -> Any:
         return jax.jit(lambda current: self._params_to_evaluate(self._one_copy(current)))
 
+    @ignores_user_mesh
     def eval_params(self, current: TrainState) -> Any:
         """Returns the parameters that are evaluated, on the devices: of `eval.params`, `Task.eval_params` or the
         optimizer; one copy for all groups."""
         check_not_donated(current, "program.eval_params")
         return self._compiled_eval_params(current)
 
+    @ignores_user_mesh
     def eval(self, current: TrainState) -> dict[str, Any]:
         """Returns the metrics over the full evaluation set, of any size: numbers, and arrays of `sk.bincount`. Waits
         for the device."""

@@ -158,7 +158,7 @@ class Copies:
     @functools.cached_property
     def _audit_step(self) -> Any:
         program = self._program
-        if program.form != "manual" or program.task.view == "replica" or program.reducer.init is not stateless:
+        if program.form != "manual" or program.task.is_manual or program.reducer.init is not stateless:
             return program.compiled
         nothing = Reducer(exact=True, apply=lambda own, states, over: (own, states), wire=lambda values, replicas: 0)
         return program.compiled_by(nothing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -17,6 +17,7 @@ from spmdkit.foundation import jaxprs, plugins, user_code
 from spmdkit.mesh import layout
 from spmdkit.mesh.mesh import MODEL_AXES, REPLICA_AXES
 from spmdkit.ops.remat import policy, policy_of_names
+from spmdkit.program.task import Task
 from spmdkit.program.xla_defects import MANUAL
 from spmdkit.step import finite_check, trace_context
 from spmdkit.step.leaf_roles import Roles
@@ -90,11 +91,11 @@ def reducer_of(config: Config, choice: str | Mapping[str, Any] | None = None) ->
     return reducer
 
 
-def form_of(view: Literal["global", "replica"], sizes: Mapping[str, int], num_replicas: int) -> trace_context.Form:
+def form_of(task: Task, sizes: Mapping[str, int], num_replicas: int) -> trace_context.Form:
     """Returns the form of a step on a mesh. A `plain` step that names replica axes becomes `mapped`. Raises ConfigError
     for a per-replica step on a mesh with model axes."""
     model_axes = [a for a in MODEL_AXES if sizes[a] > 1]
-    if view == "replica":
+    if task.is_manual:
         if model_axes:
             raise ConfigError(
                 f"view='replica' on a mesh with model axes {model_axes}: a per-replica step uses unsharded "
@@ -103,7 +104,7 @@ def form_of(view: Literal["global", "replica"], sizes: Mapping[str, int], num_re
         return "manual"
     if num_replicas == 1:
         return "plain"
-    return "mapped" if model_axes else "manual"
+    return "mapped" if model_axes or task.axis_name is not None else "manual"
 
 
 def names_replicas(jaxpr: Any) -> bool:

@@ -46,6 +46,8 @@ class Task:
             that trains others. Known for `optax.contrib.schedule_free` and `optax.lookahead`.
         train_step: `train_step(state, batch) -> (state, metrics)`, replaces the default step that calls `loss_fn`.
         view: view of `train_step`: `global` (global arrays) or `replica` (in `shard_map`, with explicit reductions).
+        axis_name: the name of the replicas in a per-replica `train_step` with `lax.pmean(x, axis_name)`, as in
+            `jax.pmap(axis_name=)`. The step runs on every mesh; `lax` collectives over this name are its reductions.
         rules: layout rules of the model, as in `layout.rules` of a config.
         state_reduction: reduction of the model state over replicas: pattern of a leaf's full path -> `mean`, `sum` (of
             the increments of all replicas), `max`, or `identical` (checked). By default derived as `identical` or
@@ -70,6 +72,7 @@ class Task:
     eval_params: Callable[..., Any] | None = None
     train_step: Callable[..., Any] | None = None
     view: Literal["global", "replica"] = "global"
+    axis_name: str | None = None
     rules: Sequence[tuple[str, Sequence[Any]]] = ()
     state_reduction: Mapping[str, str] = field(default_factory=dict)
     frozen: Sequence[str] = ()
@@ -97,6 +100,11 @@ class Task:
                 "Task.view is 'replica', but there is no train_step. It applies to train_step only. Pass a train_step, "
                 "or remove view."
             )
+        if self.axis_name is not None and self.view != "replica":
+            raise ConfigError(
+                f"Task.axis_name is {self.axis_name!r}, and view is 'global'. It names the replicas of a per-replica "
+                "train_step. Pass view='replica', or remove axis_name."
+            )
         for name, args in (("init", ("key",)), ("eval_params", ("state",)), ("train_step", ("state", "batch"))):
             check_arity(name, getattr(self, name), args)
         for rule in self.rules:
@@ -117,6 +125,11 @@ class Task:
                     f"Task.state_reduction has {kind!r} for '{pattern}'. Valid: "
                     f"{', '.join(KINDS)}.{nearest(str(kind), KINDS)} Write for example {{'seen': 'sum'}}."
                 )
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether `train_step` runs inside `shard_map`, over the names of the mesh axes."""
+        return self.view == "replica" and self.axis_name is None
 
     def check_functions(self, stateful: bool) -> None:
         """Raises ConfigError if `loss_fn` or `eval_fn` has the wrong number of arguments for this model."""

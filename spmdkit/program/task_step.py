@@ -19,6 +19,7 @@ from spmdkit.step.checks.reductions import check_reductions
 from spmdkit.step.groups import groups
 from spmdkit.step.groups.groups import Groups
 from spmdkit.step.groups.step import group_step
+from spmdkit.step.named_axis import map_step
 from spmdkit.step.state import TrainState
 from spmdkit.step.step import Batch
 from spmdkit.step.trace_context import Context
@@ -60,10 +61,12 @@ class TaskStep:
             typed: False omits the types of values that vary over replicas (`view: replica`).
         """
         train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
+        if self.task.axis_name is not None:
+            train_step = map_step(train_step, self.task.axis_name)
         train_step = step.with_hooks(train_step, self.task.hooks)
         if self.groups is not None:
             return group_step(train_step, context, self.groups, self.to_device)
-        if self.task.view == "replica":
+        if self.task.is_manual:
             return step.replica_step(train_step, context, self.to_device, discover, typed)
         return step.global_step(train_step, context, self.to_device, discover)
 
@@ -87,7 +90,7 @@ class TaskStep:
         jitted = jax.jit(self.function(context), out_shardings=out_shardings, donate_argnums=0)
         arguments = (self.state.abstract, self.batch)
         traced = jitted.trace(*arguments)
-        if self.task.view == "replica":
+        if self.task.is_manual:
             replica_axes = [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1]
             check_reductions(traced.jaxpr, replica_axes)
             untyped = jax.make_jaxpr(self.function(context.for_new_trace(), typed=False))(*arguments)

@@ -23,8 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmdkit import compat
 from spmdkit.communication.reducers.base import Reducer
 from spmdkit.communication.reducers.sum import make as plain_sum
+from spmdkit.compat.user_mesh import mesh_in_context, renamed_axes, resolve_annotations
 from spmdkit.foundation.trees import named_leaves
-from spmdkit.mesh.mesh import MODEL_AXES, REPLICA_AXES
+from spmdkit.mesh.mesh import AXES, MODEL_AXES, REPLICA_AXES, describe_mesh, spec_axes
 from spmdkit.step.reducer_io import ReducerSlots
 
 _tokens = itertools.count()
@@ -147,6 +148,7 @@ class UsageTracker:
         marks: names of values inside recomputed functions (`checkpoint_name`).
         num_masked: number of metrics that excluded padding rows from values with the rows as first dim.
         num_losses: number of calls of `sk.value_and_grad`.
+        dropped_meshes: meshes with sharding annotations in user code that have no effect.
     """
 
     functions: set[Function] = field(default_factory=set)
@@ -154,6 +156,7 @@ class UsageTracker:
     marks: set[str] = field(default_factory=set)
     num_masked: int = 0
     num_losses: int = 0
+    dropped_meshes: set[str] = field(default_factory=set)
 
     def record_call(self, function: Function) -> None:
         """Records a call."""
@@ -166,7 +169,12 @@ class UsageTracker:
     def without(self, function: Function) -> UsageTracker:
         """Returns a copy without calls of `function`."""
         return UsageTracker(
-            self.functions - {function}, set(self.axes), set(self.marks), self.num_masked, self.num_losses
+            self.functions - {function},
+            set(self.axes),
+            set(self.marks),
+            self.num_masked,
+            self.num_losses,
+            set(self.dropped_meshes),
         )
 
     def merge_from(self, other: UsageTracker) -> None:
@@ -174,6 +182,7 @@ class UsageTracker:
         self.functions |= other.functions
         self.axes |= other.axes
         self.marks |= other.marks
+        self.dropped_meshes |= other.dropped_meshes
         self.num_masked = max(self.num_masked, other.num_masked)
         self.num_losses = max(self.num_losses, other.num_losses)
 
@@ -374,9 +383,36 @@ def _during(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
         variable.reset(before)
 
 
-def tracing(context: Context) -> contextlib.AbstractContextManager[Context]:
-    """Sets `context` while the body is traced."""
-    return _during(_context, context)
+@contextlib.contextmanager
+def tracing(context: Context) -> Iterator[Context]:
+    """Sets `context`, and its mesh as the mesh of bare `PartitionSpec`s, while the body is traced."""
+    mesh = context.sharding.mesh
+    resolve_annotations(_resolved_spec, _resolved_sharding)
+    with _during(_context, context), contextlib.nullcontext() if mesh is None else mesh_in_context(mesh):
+        yield context
+
+
+def _resolved_spec(spec: PartitionSpec) -> PartitionSpec | None:
+    """Returns a bare spec in the names of the mesh axes, or None for the logical names in the metadata of flax's
+    models, which the layout applies."""
+    context = current()
+    names = set(spec_axes(spec)) - set(AXES) - {PartitionSpec.UNCONSTRAINED}
+    return None if names and names <= context.options.logical_axes.keys() else spec
+
+
+def _resolved_sharding(annotation: NamedSharding) -> NamedSharding | None:
+    """Returns an annotation of user code as a sharding on the program's mesh, or None if its mesh has other devices or
+    another shape. Axes of a mesh of the user stand for the axes larger than one of the program's mesh, in order."""
+    context, mesh = current(), annotation.mesh
+    program = context.sharding.mesh
+    if program is None or mesh.axis_names == program.axis_names or not isinstance(mesh, Mesh):
+        return annotation
+    theirs, ours = ([a for a in m.axis_names if m.shape[a] > 1] for m in (mesh, program))
+    same_shape = [mesh.shape[a] for a in theirs] == [program.shape[a] for a in ours]
+    if not same_shape or list(mesh.devices.flat) != list(program.devices.flat):
+        context.usage.dropped_meshes.add(describe_mesh(mesh.shape))
+        return None
+    return NamedSharding(program, renamed_axes(annotation.spec, dict(zip(theirs, ours, strict=True))))
 
 
 def bound_replicas(context: Context) -> contextlib.AbstractContextManager[None]:

@@ -39,18 +39,18 @@ def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr, axes: Collection[str] =
             if name in ("psum_invariant", "psum", "psum2") and is_over:
                 num = math.prod(sizes[axis] for axis in jaxprs.axis_names(eqn))
                 for operand, total in zip(eqn.invars, eqn.outvars, strict=True):
-                    if isinstance(operand, jax.extend.core.Var) and operand in cast and not _is_mean(body, total, num):
+                    if isinstance(operand, jax.extend.core.Var) and operand in cast and not is_mean(body, total, num):
                         raise ConfigError(reduced_twice("lax.psum", f"the operand at {compat.source_line(eqn)}"))
 
 
-def _is_mean(body: Any, total: Any, num: int) -> bool:
+def is_mean(body: Any, total: Any, num: int) -> bool:
     """Returns whether a sum of `num` terms is only used divided by `num`, as in `lax.pmean`."""
     uses = [eqn for eqn in body.eqns if any(v is total for v in eqn.invars)]
     if any(v is total for v in body.outvars):
         return False
     for eqn in uses:
         if eqn.primitive.name == "convert_element_type":
-            if not _is_mean(body, eqn.outvars[0], num):
+            if not is_mean(body, eqn.outvars[0], num):
                 return False
         elif eqn.primitive.name != "div" or eqn.invars[0] is not total or getattr(eqn.invars[1], "val", None) != num:
             return False

@@ -1,0 +1,127 @@
+"""The mesh in context while user code is traced, and the meaning of its sharding annotations there.
+
+`jax.set_mesh` and `jax.sharding.use_abstract_mesh` are the public forms. They refuse to replace a mesh of another size,
+and `set_mesh` cannot be used inside a trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmdkit.compat import auto_mesh
+
+F = TypeVar("F", bound=Callable[..., Any])
+ResolveSpec = Callable[[PartitionSpec], PartitionSpec | None]
+ResolveSharding = Callable[[NamedSharding], NamedSharding | None]
+"""Return what an annotation of user code means on the program's mesh, or None if it has no meaning there."""
+
+
+@contextlib.contextmanager
+def mesh_in_context(mesh: Mesh | None) -> Iterator[None]:
+    """Context in which a bare `PartitionSpec` refers to the axes of `mesh`. Inside `shard_map` the manual axes stay in
+    context. None: no mesh is in context until the body sets one; no effect inside a trace."""
+    from jax._src import config, core
+    from jax._src import mesh as mesh_lib
+
+    is_inside = not core.trace_state_clean() if mesh is None else mesh_lib.get_abstract_mesh()._any_axis_manual
+    if is_inside:
+        yield
+        return
+    abstract = mesh_lib.empty_abstract_mesh if mesh is None else mesh.abstract_mesh
+    concrete = config.device_context.swap_local(mesh_lib.empty_concrete_mesh)
+    before = config.abstract_mesh_context_manager.swap_local(abstract)
+    try:
+        yield
+    finally:
+        config.abstract_mesh_context_manager.set_local(before)
+        config.device_context.set_local(concrete)
+
+
+def ignores_user_mesh(fn: F) -> F:
+    """Returns `fn`, in which a mesh that the caller set (`jax.set_mesh`) is not in context."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **options: Any) -> Any:
+        if jax.sharding.get_abstract_mesh().empty:
+            return fn(*args, **options)
+        with mesh_in_context(None):
+            return fn(*args, **options)
+
+    return cast(F, call)
+
+
+def resolve_annotations(spec: ResolveSpec, sharding: ResolveSharding) -> None:
+    """Passes every `PartitionSpec` and every `NamedSharding` of `with_sharding_constraint` to a function; a result of
+    None removes the constraint. Drops the axes that an enclosing `vmap(spmd_axis_name=)` maps, over which the rows of a
+    replica are sharded already; JAX (0.10.2) refuses them. A `shard_map` over a mesh of the user has that mesh in
+    context. Idempotent."""
+    from jax._src import pjit
+    from jax._src import shard_map as shard_map_lib
+    from jax.interpreters import batching
+
+    primitive: Any = pjit.sharding_constraint_p
+    rules = batching.fancy_primitive_batchers
+    if "bind" in vars(primitive):
+        return
+    pjit._create_sharding_for_array = functools.partial(_of_spec, pjit._create_sharding_for_array, spec)
+    primitive.bind = functools.partial(_of_sharding, primitive.bind, sharding)
+    rules[primitive] = functools.partial(_without_mapped_axes, rules[primitive])
+    shard_map_lib._shard_map = functools.partial(_on_own_mesh, shard_map_lib._shard_map)
+
+
+def _of_spec(create: Any, resolve: ResolveSpec, mesh: Any, spec: Any, *names: Any) -> Any:
+    if isinstance(spec, PartitionSpec):
+        resolved = resolve(spec)
+        spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * len(spec)) if resolved is None else resolved
+    return create(mesh, spec, *names)
+
+
+def _of_sharding(bind: Any, resolve: ResolveSharding, x: Any, *, sharding: Any, **params: Any) -> Any:
+    if isinstance(sharding, NamedSharding):
+        spec = sharding.spec
+        if len(spec) and all(dim is PartitionSpec.UNCONSTRAINED for dim in spec):
+            return x
+        sharding = resolve(sharding)
+    return x if sharding is None else bind(x, sharding=sharding, **params)
+
+
+def _without_mapped_axes(rule: Any, axis_data: Any, operands: Any, dims: Any, *, sharding: Any, **params: Any) -> Any:
+    names = frozenset(axis_data.spmd_name or ())
+    if names and dims[0] is not None and isinstance(sharding, NamedSharding):
+        renamed = {name: None if name in names else name for name in sharding.mesh.axis_names}
+        sharding = sharding.update(spec=renamed_axes(sharding.spec, renamed))
+    return rule(axis_data, operands, dims, sharding=sharding, **params)
+
+
+def renamed_axes(spec: PartitionSpec, names: Mapping[str, str | None]) -> PartitionSpec:
+    """Returns a spec with its mesh axes renamed; axes without a new name are omitted."""
+
+    def renamed(dim: Any) -> Any:
+        if dim is None or dim is PartitionSpec.UNCONSTRAINED:
+            return dim
+        return tuple(names[a] for a in ((dim,) if isinstance(dim, str) else dim) if names.get(a) is not None) or None
+
+    return PartitionSpec(*map(renamed, spec))
+
+
+def _on_own_mesh(shard_map: Any, f: Any, *, mesh: Any, **options: Any) -> Any:
+    mapped = shard_map(f, mesh=mesh, **options)
+    if not isinstance(mesh, Mesh):
+        return mapped
+
+    @functools.wraps(f)
+    def in_context_of_its_mesh(*args: Any) -> Any:
+        context = jax.sharding.get_abstract_mesh()
+        if context.empty or context == mesh.abstract_mesh:
+            return mapped(*args)
+        own = auto_mesh(mesh.devices, mesh.axis_names)  # arrays have no types of explicit axes here
+        with mesh_in_context(own):
+            return shard_map(f, mesh=own, **options)(*args)
+
+    return in_context_of_its_mesh
