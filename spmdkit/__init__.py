@@ -78,6 +78,7 @@ if TYPE_CHECKING:
         replica_index as replica_index,
     )
     from spmdkit.step.state import TrainState as TrainState, Variables as Variables
+    from spmdkit.step.user_state import StateView as StateView
     from spmdkit.step.step import Batch as Batch
     from spmdkit.step.trace_context import shard as shard, sharded_arange as sharded_arange
 
@@ -108,6 +109,7 @@ _NAMES = {
     "step.metrics.mean": "Mean Means example_keys example_mask examples mean scalar",
     "step.replica_collectives": "all_gather num_replicas pmean psum replica_index",
     "step.state": "TrainState Variables",
+    "step.user_state": "StateView",
     "step.step": "Batch",
     "step.trace_context": "sharded_arange shard",
     "verify.external_step": "verify_step",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +25,12 @@ from spmdkit.foundation.trees import canonical_dtype, common_dtype, is_narrow, n
 from spmdkit.foundation.user_code import call_user
 from spmdkit.mesh.layout import logical_axes
 from spmdkit.mesh.mesh import make_mesh, resolve
-from spmdkit.program.task import Task
+from spmdkit.program.task import Task, check_arity
 from spmdkit.step import trace_context
 from spmdkit.step.gradient import is_cast
 from spmdkit.step.leaf_roles import declared_role
 from spmdkit.step.state import Variables
+from spmdkit.step.user_state import UserState, view_of
 
 
 @jax.tree_util.register_static
@@ -36,6 +39,50 @@ class _Dtypes:
     """The (path, dtype) of each leaf that `init` returned. JAX without 64-bit types may halve the dtypes."""
 
     of_leaves: tuple[tuple[str, Any], ...]
+
+
+def _context(config: Config, mesh: Mesh | None) -> trace_context.Context:
+    sharding = trace_context.ShardingSpec(mesh=mesh or make_mesh(resolve({}, 1), jax.devices()[:1]))
+    return trace_context.Context(sharding, trace_context.StepOptions(logical_axes=logical_axes(config.layout.axes)))
+
+
+def with_user_state(task: Task, config: Config, mesh: Mesh) -> Task:
+    """Returns a task with functions on the fields of a `TrainState`, from one whose `init` returns a train state of its
+    own type; any other task unchanged.
+
+    Raises:
+        ConfigError: the step is in `shard_map`, or the config has an optimizer, which the step would not use.
+    """
+    if task.train_step is None or (task.state is None and "flax" not in sys.modules):
+        return task
+
+    def init(key: jax.Array) -> Any:
+        with trace_context.tracing(_context(config, mesh)):
+            return task.init(key)
+
+    abstract = call_user(lambda: jax.eval_shape(init, jax.random.key(config.seed)), "init")
+    if (view := view_of(abstract, task.state)) is None:
+        return task
+    if task.is_manual:
+        raise ConfigError(
+            "Task.view is 'replica' without axis_name, and init returns a train state of its own type. Its step names "
+            "the replicas: pass axis_name='batch', and reduce with lax.pmean(grads, 'batch')."
+        )
+    for name in ("optimizer", "clip_norm"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"{name} has no effect: init returns a {type(abstract).__name__}, which holds its own optimizer. "
+                f"Configure it there, or remove {name}."
+            )
+    check_arity("eval_fn", task.eval_fn, ("state", "batch"))
+    state = UserState(abstract, view)
+    return dataclasses.replace(
+        task,
+        init=lambda key: state.split(task.init(key)),
+        train_step=state.step_of(task.train_step),
+        eval_fn=None if task.eval_fn is None else state.evaluation_of(task.eval_fn),
+        optimizer=optax.identity(),
+    )
 
 
 def abstract_init(
@@ -51,9 +98,7 @@ def abstract_init(
         ConfigError: `init` returns no arrays, or arrays that cannot be trained or saved.
     """
 
-    sharding = trace_context.ShardingSpec(mesh=mesh or make_mesh(resolve({}, 1), jax.devices()[:1]))
-    options = trace_context.StepOptions(logical_axes=logical_axes(config.layout.axes))
-    context = trace_context.Context(sharding, options)
+    context = _context(config, mesh)
 
     def init(key: jax.Array) -> tuple[Variables, _Dtypes]:
         with trace_context.tracing(context):
@@ -70,6 +115,8 @@ def abstract_init(
 
     def init_as_stored(key: jax.Array) -> Variables:
         variables, _ = init(key)
+        if variables.opt_state is not None:  # of a step with its own optimizer
+            return variables
         stored = lambda path, x: x if _is_stored(task, path_name(path), x.dtype) else x.astype(config.precision.params)
         return variables._replace(params=jax.tree.map_with_path(stored, variables.params))
 
@@ -79,7 +126,7 @@ def abstract_init(
     for path, dtype in dtypes.of_leaves:
         which, _, name = path.partition("/")
         if which == "params":
-            if not _is_stored(task, name, dtype):
+            if shapes.opt_state is None and not _is_stored(task, name, dtype):
                 _check_parameter(name, dtype)
         elif dtype == jax.dtypes.float0:
             raise ConfigError(

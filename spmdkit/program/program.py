@@ -38,7 +38,7 @@ from spmdkit.program.eval_params import eval_params_of
 from spmdkit.program.evaluation import Evaluator, check_best
 from spmdkit.program.explain import explain
 from spmdkit.program.feeds import Feeds, check_rows, limited, open_feeds
-from spmdkit.program.init_state import abstract_init, check_precision, input_notes
+from spmdkit.program.init_state import abstract_init, check_precision, input_notes, with_user_state
 from spmdkit.program.phases import Phase
 from spmdkit.program.row_table import Row, row_table, row_warnings
 from spmdkit.program.state_layout import place_state, state_groups, to_device
@@ -72,7 +72,7 @@ class Program:
 
     @ignores_user_mesh
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device], probe_padding: bool = True):
-        self.config, self.task = config, task
+        self.config = config
         self.probe_padding, self._probed = probe_padding, False
         self.compile_log, self.checks = list[str](), StepChecks(None, None)
         self.may_be_donated = devices[0].platform == "cpu"
@@ -88,7 +88,9 @@ class Program:
             )
         self.microbatches, self.zero = config.microbatches, config.layout.zero
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices), mesh.slices(devices))
-        self.mesh, self.optimizer = mesh.make_mesh(self.sizes, devices), program_groups.optimizer_of(config, task)
+        self.mesh = mesh.make_mesh(self.sizes, devices)
+        self.task = task = with_user_state(task, config, self.mesh)
+        self.optimizer = program_groups.optimizer_of(config, task)
         self._init, abstract_params, abstract_model_state, self.notes = abstract_init(task, config, self.mesh)
         self.stateful = abstract_model_state is not None
         task.check_functions(self.stateful)
@@ -150,7 +152,8 @@ class Program:
         model_state = variables.state
         if (num := self._state_groups) is not None:
             model_state = jax.tree.map(lambda x: jnp.stack([x] * num), model_state)
-        return state.create(variables.params, model_state, self.optimizer, self.config.seed, self.config.ema)
+        options = self.config.seed, self.config.ema
+        return state.create(variables.params, model_state, self.optimizer, *options, variables.opt_state)
 
     def _create_state(self, key: jax.Array) -> TrainState:
         state = self._create_one(key)

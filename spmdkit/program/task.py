@@ -15,6 +15,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins, user_code
 from spmdkit.foundation.formatting import nearest
 from spmdkit.step.model_state.agreement import KINDS
+from spmdkit.step.user_state import StateView
 
 
 @runtime_checkable
@@ -48,6 +49,8 @@ class Task:
         view: view of `train_step`: `global` (global arrays) or `replica` (in `shard_map`, with explicit reductions).
         axis_name: the name of the replicas in a per-replica `train_step` with `lax.pmean(x, axis_name)`, as in
             `jax.pmap(axis_name=)`. The step runs on every mesh; `lax` collectives over this name are its reductions.
+        state: the parts of the train state of your own type that `init` returns and `train_step` and
+            `eval_fn(state, batch)` receive. Known for flax's `TrainState`.
         rules: layout rules of the model, as in `layout.rules` of a config.
         state_reduction: reduction of the model state over replicas: pattern of a leaf's full path -> `mean`, `sum` (of
             the increments of all replicas), `max`, or `identical` (checked). By default derived as `identical` or
@@ -73,6 +76,7 @@ class Task:
     train_step: Callable[..., Any] | None = None
     view: Literal["global", "replica"] = "global"
     axis_name: str | None = None
+    state: StateView | None = None
     rules: Sequence[tuple[str, Sequence[Any]]] = ()
     state_reduction: Mapping[str, str] = field(default_factory=dict)
     frozen: Sequence[str] = ()

@@ -25,10 +25,12 @@ class Variables(NamedTuple):
     Attributes:
         params: differentiated, and updated by the optimizer.
         state: returned by the loss in each step (batch statistics, counters); see `model_state` in the config.
+        opt_state: the optimizer's state; None: that of the optimizer's init.
     """
 
     params: Any
     state: Any
+    opt_state: Any = None
 
 
 @dataclass(frozen=True)
@@ -152,21 +154,33 @@ class TrainState:
                 "frozen": old,
             }.get(roles.get(path_name(path), ""), new)
             new_params = jax.tree.map_with_path(of_role, new_params, grads, params)
+<<<<<<< HEAD
         ema = self.ema
         if self.ema_decay is not None:
             decay = self.ema_decay
             average: Callable[[Any, Any], Any] = lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype)
             ema = jax.tree.map(lambda e, p: average(e, p) if is_wide_float(e.dtype) else p, ema, new_params)
         return self.replace(
+=======
+        new = self.replace(
+>>>>>>> 9fa0aa0d (task: init may return a train state of its own type, such as flax's TrainState)
             replica_copy=None if self.replica_copy is None else ReplicaCopy(new_params, new_params, self.replica_copy),
             step=self.step + 1,
             # The program resets both. A second update within the step draws from a key that no step uses.
             rng=self.rng if trace_context.current_examples() is None else step_rng.updated_root(self.rng),
             params=new_params,
             opt_state=opt_state,
-            ema=ema,
             model_state=self.model_state if model_state is None else model_state,
         )
+        return new.with_average()
+
+    def with_average(self) -> TrainState:
+        """Returns the state with the average of the parameters (`ema`) updated by the present ones."""
+        if self.ema_decay is None:
+            return self
+        decay = self.ema_decay
+        average = lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype)
+        return self.replace(ema=jax.tree.map(average, self.ema, without_copies(self).params))
 
 
 FIELDS = ("step", "params", "opt_state", "model_state", "ema", "rng", "reducer", "sync")
@@ -176,12 +190,14 @@ _arrays = operator.attrgetter(*FIELDS)
 _KEYS = tuple(map(jax.tree_util.GetAttrKey, (*FIELDS, "mirrored")))
 
 
-def create(params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: float | None) -> TrainState:
+def create(
+    params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: float | None, opt_state: Any = None
+) -> TrainState:
     """Returns the state before the first step."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer.init(params),
+        opt_state=optimizer.init(params) if opt_state is None else opt_state,
         model_state=model_state,
         # In bfloat16 the increment of each step would be rounded away, and the average would never change.
         ema=None
