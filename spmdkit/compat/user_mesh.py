@@ -24,13 +24,14 @@ ResolveSharding = Callable[[NamedSharding], NamedSharding | None]
 
 @contextlib.contextmanager
 def mesh_in_context(mesh: Mesh | None) -> Iterator[None]:
-    """Context in which a bare `PartitionSpec` refers to the axes of `mesh`. Inside `shard_map` the manual axes stay in
-    context. None: no mesh is in context until the body sets one; no effect inside a trace."""
+    """Context in which a bare `PartitionSpec` refers to the axes of `mesh`. Manual axes of a `shard_map` and explicit
+    axes stay in context. None: no mesh is in context until the body sets one; no effect inside a trace."""
     from jax._src import config, core
     from jax._src import mesh as mesh_lib
 
-    is_inside = not core.trace_state_clean() if mesh is None else mesh_lib.get_abstract_mesh()._any_axis_manual
-    if is_inside:
+    now = mesh_lib.get_abstract_mesh()
+    has_types = mesh is not None and now.axis_names == mesh.axis_names and not now.are_all_axes_auto
+    if has_types or now._any_axis_manual or (mesh is None and not core.trace_state_clean()):
         yield
         return
     abstract = mesh_lib.empty_abstract_mesh if mesh is None else mesh.abstract_mesh

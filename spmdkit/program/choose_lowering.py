@@ -28,6 +28,7 @@ from spmdkit.program.task_step import TaskStep
 from spmdkit.program.unused_settings import check_used
 from spmdkit.program.xla_defects import check_pools
 from spmdkit.step import reducer_state
+from spmdkit.step.explicit import one_replica
 from spmdkit.step.trace_context import Context
 
 
@@ -57,6 +58,8 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
     """
     reducer, name = context.options.reducer, plugins.split(task_step.config.reducer)[0]
     form = form_of(task_step.task, task_step.sizes, num_replicas)
+    if task_step.task.sharding == "explicit":
+        form, context = "plain", one_replica(context)
     if task_step.groups is not None:
         context = context.with_sharding(sizes=task_step.groups.inner(task_step.sizes))
         form = "plain" if context.sharding.num_replicas == 1 else "mapped"

@@ -49,6 +49,8 @@ class Task:
         view: view of `train_step`: `global` (global arrays) or `replica` (in `shard_map`, with explicit reductions).
         axis_name: the name of the replicas in a per-replica `train_step` with `lax.pmean(x, axis_name)`, as in
             `jax.pmap(axis_name=)`. The step runs on every mesh; `lax` collectives over this name are its reductions.
+        sharding: `explicit` traces `train_step`, or `loss_fn`, in JAX's explicit sharding mode (`jax.reshard`,
+            `out_sharding=`), on global arrays with the shardings of the layout as their types.
         state: the parts of the train state of your own type that `init` returns and `train_step` and
             `eval_fn(state, batch)` receive. Known for flax's `TrainState`.
         rules: layout rules of the model, as in `layout.rules` of a config.
@@ -76,6 +78,7 @@ class Task:
     train_step: Callable[..., Any] | None = None
     view: Literal["global", "replica"] = "global"
     axis_name: str | None = None
+    sharding: Literal["auto", "explicit"] = "auto"
     state: StateView | None = None
     rules: Sequence[tuple[str, Sequence[Any]]] = ()
     state_reduction: Mapping[str, str] = field(default_factory=dict)

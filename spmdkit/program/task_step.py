@@ -16,6 +16,7 @@ from spmdkit.program.task import Task
 from spmdkit.step import step
 from spmdkit.step.checks.implicit_psum import refuse_summed
 from spmdkit.step.checks.reductions import check_reductions
+from spmdkit.step.explicit import explicit_step
 from spmdkit.step.groups import groups
 from spmdkit.step.groups.groups import Groups
 from spmdkit.step.groups.step import group_step
@@ -63,6 +64,8 @@ class TaskStep:
         train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
         if self.task.axis_name is not None:
             train_step = map_step(train_step, self.task.axis_name)
+        if self.task.sharding == "explicit":
+            train_step = explicit_step(train_step, self.state.sharding)
         train_step = step.with_hooks(train_step, self.task.hooks)
         if self.groups is not None:
             return group_step(train_step, context, self.groups, self.to_device)

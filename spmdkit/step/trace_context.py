@@ -485,7 +485,9 @@ def shard_like_params(context: Context, tree: Any, placement: Literal["compute",
     mesh, placements = context.sharding.mesh, context.sharding.placements
     if context.sharding.form == "manual" or mesh is None or placements is None:
         return tree
-    shard = lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if len(spec) else x
+    explicit = jax.sharding.get_abstract_mesh().are_all_axes_explicit
+    place: Any = jax.reshard if explicit else jax.lax.with_sharding_constraint
+    shard = lambda x, spec: place(x, spec if explicit else NamedSharding(mesh, spec)) if len(spec) or explicit else x
     return jax.tree.map(shard, tree, getattr(placements.of(tree), placement))
 
 
