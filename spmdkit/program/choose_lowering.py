@@ -28,7 +28,7 @@ from spmdkit.program.task_step import TaskStep
 from spmdkit.program.unused_settings import check_used
 from spmdkit.program.xla_defects import check_pools
 from spmdkit.step import reducer_state
-from spmdkit.step.explicit import one_replica
+from spmdkit.step.explicit import explicit_contexts
 from spmdkit.step.trace_context import Context
 
 
@@ -58,8 +58,6 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
     """
     reducer, name = context.options.reducer, plugins.split(task_step.config.reducer)[0]
     form = form_of(task_step.task, task_step.sizes, num_replicas)
-    if task_step.task.sharding == "explicit":
-        form, context = "plain", one_replica(context)
     if task_step.groups is not None:
         context = context.with_sharding(sizes=task_step.groups.inner(task_step.sizes))
         form = "plain" if context.sharding.num_replicas == 1 else "mapped"
@@ -69,9 +67,14 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
     if has_state:  # traced without the state to find the calls of sk.value_and_grad
         context = context.with_options(reducer=plain_sum())
     errors = list[SpmdkitError]()
-    for candidate in (form, "mapped") if form == "manual" and not task_step.task.is_manual else (form,):
+    candidates = [context.with_sharding(form=form)]
+    if task_step.task.sharding == "explicit":
+        candidates = explicit_contexts(context)
+    elif form == "manual" and not task_step.task.is_manual:
+        candidates.append(context.with_sharding(form="mapped"))
+    for candidate in candidates:
         try:
-            context, traced = _traced(task_step, context.with_sharding(form=candidate))
+            context, traced = _traced(task_step, candidate)
             break
         except SpmdkitError as error:
             errors.append(error)
