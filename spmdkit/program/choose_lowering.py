@@ -28,7 +28,7 @@ from spmdkit.program.task_step import TaskStep
 from spmdkit.program.unused_settings import check_used
 from spmdkit.program.xla_defects import check_pools
 from spmdkit.step import reducer_state
-from spmdkit.step.explicit import explicit_contexts
+from spmdkit.step.explicit import explicit_contexts, needs_explicit_axes
 from spmdkit.step.trace_context import Context
 
 
@@ -66,20 +66,23 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
         groups.check_reducer(task_step.groups, task_step.config)
     if has_state:  # traced without the state to find the calls of sk.value_and_grad
         context = context.with_options(reducer=plain_sum())
-    errors = list[SpmdkitError]()
     candidates = [context.with_sharding(form=form)]
     if task_step.task.sharding == "explicit":
         candidates = explicit_contexts(context)
     elif form == "manual" and not task_step.task.is_manual:
         candidates.append(context.with_sharding(form="mapped"))
+    errors = list[SpmdkitError]()
     for candidate in candidates:
         try:
             context, traced = _traced(task_step, candidate)
             break
         except SpmdkitError as error:
             errors.append(error)
+            is_tried = task_step.task.view == "replica" or any(c.sharding.explicit for c in candidates)
+            if not is_tried and needs_explicit_axes(error):
+                candidates.extend(explicit_contexts(context))
     else:
-        raise errors[0]
+        raise errors[-1 if candidates[-1].sharding.explicit else 0]
     if form == "plain" and task_step.groups is None and names_replicas(traced.jaxpr):
         context, traced = _traced(task_step, context.with_sharding(form="mapped"))
     in_manual = context.sharding.form == "manual" and task_step.task.view == "global"

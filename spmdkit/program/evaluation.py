@@ -28,6 +28,7 @@ from spmdkit.program.task import Task
 from spmdkit.step import rng, trace_context
 from spmdkit.step.checks.return_values import checked_loss
 from spmdkit.step.dataflow.analysis import Usage
+from spmdkit.step.explicit import call_explicit
 from spmdkit.step.gradient import evaluate, evaluation_usages
 from spmdkit.step.metrics.base import Metric, add_on_host, empty_parts, merge_next_batch
 from spmdkit.step.metrics.mean import Mean
@@ -66,17 +67,26 @@ class Evaluator:
         params = jax.eval_shape(params_of, on_device)
         eval_fn, needs_key, self.note = _function(task, on_device, params, abstract_batch, stateful, groups)
 
-        def evaluate_batch(totals: Any, current: TrainState, batch: Batch) -> tuple[Any, dict[str, Metric]]:
-            number, before = (jnp.zeros((), jnp.int32), None) if totals is None else totals
-            current = to_device(current)
+        shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
+
+        def sums_of(current: TrainState, examples: Any, mask: Any, number: Any) -> dict[str, Metric]:
             params = params_of(current)
             model_state = current.model_state
             if groups is not None:
                 model_state = agreement.merge_groups(context.options.state_reduction, model_state)
-            inner = dataclasses.replace(context, mask=batch.mask)
+            inner = dataclasses.replace(context, mask=mask)
             with trace_context.tracing(inner), trace_context.bound_replicas(inner):
                 key = rng.evaluation_key(seed) if needs_key else None
-                sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key, number)
+                return evaluate(eval_fn, stateful)(params, model_state, examples, key, number)
+
+        def evaluate_batch(totals: Any, current: TrainState, batch: Batch) -> tuple[Any, dict[str, Metric]]:
+            number, before = (jnp.zeros((), jnp.int32), None) if totals is None else totals
+            arguments = to_device(current), batch.examples, batch.mask, number
+            if context.sharding.explicit:
+                with trace_context.tracing(context):
+                    sums = call_explicit(context, sums_of, shardings, *arguments)
+            else:
+                sums = sums_of(*arguments)
             return number + 1, sums if before is None else merge_next_batch(before, sums)
 
         evaluate_batch.__name__ = "evaluate"  # the name in profiles and in XLA's dumps
@@ -91,7 +101,7 @@ class Evaluator:
 
         jaxpr, self._totals = call_user(trace, self._what)
         self.row_usages: Sequence[Usage] = ()
-        if task.eval_fn is not None:
+        if task.eval_fn is not None and not context.sharding.explicit:
             arguments = params, on_device.model_state, abstract_batch.examples
             masked = dataclasses.replace(context, mask=abstract_batch.mask)
             self.row_usages = evaluation_usages(masked, eval_fn, stateful, *arguments)

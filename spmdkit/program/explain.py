@@ -91,6 +91,8 @@ def _form(task_step: TaskStep, context: Context, refused: str) -> str:
         f"rest{f' ({model})' if model else ''}{'' if replicas > 1 else '; the step names a replica axis'}",
         "manual": f"shard_map over {_many(replicas, 'replica')}; the mesh has no larger model axis",
     }[context.sharding.form]
+    if context.sharding.explicit:
+        why = "JAX's explicit sharding mode, on global arrays; the partitioner adds the reductions"
     if task_step.task.is_manual:
         why = f"shard_map over {_many(replicas, 'replica')}, since the task has view='replica'"
     tried = f"; not manual: {refused.splitlines()[0]}" if refused else ""

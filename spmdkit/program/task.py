@@ -49,8 +49,8 @@ class Task:
         view: view of `train_step`: `global` (global arrays) or `replica` (in `shard_map`, with explicit reductions).
         axis_name: the name of the replicas in a per-replica `train_step` with `lax.pmean(x, axis_name)`, as in
             `jax.pmap(axis_name=)`. The step runs on every mesh; `lax` collectives over this name are its reductions.
-        sharding: `explicit` traces `train_step`, or `loss_fn`, in JAX's explicit sharding mode (`jax.reshard`,
-            `out_sharding=`), on global arrays with the shardings of the layout as their types.
+        sharding: `explicit` traces the functions in JAX's explicit sharding mode (`jax.reshard`, `out_sharding=`), on
+            global arrays with the shardings of the layout as their types; `auto` detects this mode by an error of JAX.
         state: the parts of the train state of your own type that `init` returns and `train_step` and
             `eval_fn(state, batch)` receive. Known for flax's `TrainState`.
         rules: layout rules of the model, as in `layout.rules` of a config.
@@ -107,6 +107,8 @@ class Task:
                 "Task.view is 'replica', but there is no train_step. It applies to train_step only. Pass a train_step, "
                 "or remove view."
             )
+        if self.sharding not in ("auto", "explicit"):
+            raise ConfigError(f"Task.sharding is {self.sharding!r}. Valid: 'auto', 'explicit'.")
         if self.axis_name is not None and self.view != "replica":
             raise ConfigError(
                 f"Task.axis_name is {self.axis_name!r}, and view is 'global'. It names the replicas of a per-replica "

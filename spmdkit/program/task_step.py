@@ -64,7 +64,7 @@ class TaskStep:
         train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
         if self.task.axis_name is not None:
             train_step = map_step(train_step, self.task.axis_name)
-        if self.task.sharding == "explicit":
+        if context.sharding.explicit:
             train_step = explicit_step(train_step, self.state.sharding)
         train_step = step.with_hooks(train_step, self.task.hooks)
         if self.groups is not None:

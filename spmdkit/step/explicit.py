@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from spmdkit.foundation.trees import named_leaves, path_name
 from spmdkit.mesh.mesh import BATCH_AXES, REPLICA_AXES, canonical
 from spmdkit.step import trace_context
+from spmdkit.step.gradient import step_examples
 from spmdkit.step.reducer_io import ReducerSlots
 from spmdkit.step.state import TrainState
 from spmdkit.step.trace_context import Context
@@ -26,26 +28,41 @@ def explicit_contexts(context: Context) -> list[Context]:
     replicas are not mapped."""
     sizes = {axis: 1 if axis in BATCH_AXES else size for axis, size in context.sharding.sizes.items()}
     choices = dict.fromkeys(map(context.sharding.larger, (BATCH_AXES, REPLICA_AXES, ("data",))))
-    return [context.with_sharding(form="plain", sizes=sizes, inner_axes=axes) for axes in choices]
+    return [context.with_sharding(form="plain", sizes=sizes, inner_axes=axes, explicit=True) for axes in choices]
+
+
+def needs_explicit_axes(error: BaseException) -> bool:
+    """Returns whether JAX refused explicit shardings since the axes of the mesh are automatic."""
+    text = str(error)
+    return "AxisType.Auto" in text or "out_sharding" in text or "reshard" in text
 
 
 def explicit_step(train_step: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
     """Returns a step on arrays with explicit shardings: `shardings` of the state, and rows over the inner axes."""
-    specs = dict(named_leaves(shardings))
 
     def step(state: TrainState, batch: Any) -> Any:
         context = trace_context.current()
-        mesh = context.sharding.mesh
-        assert mesh is not None
-        own_slots = dataclasses.replace(context, slots=ReducerSlots())  # the guard checks the parameters instead
 
-        def traced(state: TrainState, batch: Any) -> Any:
-            with trace_context.tracing(own_slots):
+        def traced(state: TrainState, batch: Any, mask: Any) -> Any:
+            # With slots of its own: a gradient that the guard would read has types here, and none outside.
+            inner = dataclasses.replace(context, slots=ReducerSlots(), mask=mask)
+            rows = step_examples(inner, batch, mask, state.key)
+            with trace_context.tracing(inner), trace_context.with_examples(rows):
                 return train_step(state, batch)
 
-        of_state = jax.tree.map_with_path(lambda path, _: specs[path_name(path)].spec, state)
-        rows = canonical([context.sharding.inner_axes], dict(mesh.shape))
-        of_batch = jax.tree.map(lambda _: rows, batch)
-        return jax.sharding.explicit_axes(traced, in_sharding=(of_state, of_batch))(state, batch)
+        return call_explicit(context, traced, shardings, state, batch, context.mask)
 
     return step
+
+
+def call_explicit(
+    context: Context, fn: Callable[..., Any], shardings: TrainState, state: TrainState, rows: Any, *more: Any
+) -> Any:
+    """Returns `fn(state, rows, *more)` in explicit mode. `more`: arrays with the rows as first dim, and scalars."""
+    mesh = context.sharding.mesh
+    assert mesh is not None
+    specs = dict(named_leaves(shardings))
+    of_state = jax.tree.map_with_path(lambda path, _: specs[path_name(path)].spec, state)
+    over_rows = canonical([context.sharding.inner_axes], dict(mesh.shape))
+    of_others = jax.tree.map(lambda x: over_rows if x.ndim else PartitionSpec(), (rows, *more))
+    return jax.sharding.explicit_axes(fn, in_sharding=(of_state, *of_others))(state, rows, *more)

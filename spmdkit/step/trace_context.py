@@ -240,6 +240,7 @@ class ShardingSpec:
         inner_axes: mesh axes that shard the examples of one replica.
         microbatches: number of microbatches per replica.
         placements: shardings of gradients and parameters; None: not constrained.
+        explicit: whether user code is traced in JAX's explicit sharding mode (explicit.py).
         state_groups: number of replica groups with separate model states, [groups, ...]; None: there is one state.
     """
 
@@ -250,6 +251,7 @@ class ShardingSpec:
     inner_axes: tuple[str, ...] = ()
     microbatches: int = 1
     placements: Placements | None = None
+    explicit: bool = False
     state_groups: int | None = None
 
     def size(self, *axes: str) -> int:

@@ -64,9 +64,9 @@ class UserState:
         self._fields: dict[str, Sequence[str]] = {"params": _paths(view.params), "opt_state": _paths(view.opt_state)}
         for field, parts in {**self._fields, "step": _paths(view.step)}.items():
             for part in parts:
-                if not any(_is_in(path, part) for path in leaves):
+                if not _has_part(abstract, part):
                     raise ConfigError(
-                        f"Task.state: {field} is '{part}', and the state of init has no leaf there. Its leaves: "
+                        f"Task.state: {field} is '{part}', and the state of init has no such part. Its leaves: "
                         f"{', '.join(list(leaves)[:6])}.{nearest(part, leaves)} Name a path of the state."
                     )
         if view.step is not None and not _is_count(leaves.get(view.step)):
@@ -149,9 +149,21 @@ def _is_in(path: str, part: str) -> bool:
 def _part(tree: Any, path: str) -> Any:
     """Returns the subtree at a path."""
     for name in path.split("/"):
-        children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x, parent=tree: x is not parent)[0]
-        tree = next(child for key, child in children if path_name(key) == name)
+        tree = _children(tree)[name]
     return tree
+
+
+def _has_part(tree: Any, path: str) -> bool:
+    try:
+        _part(tree, path)
+    except KeyError:
+        return False
+    return True
+
+
+def _children(tree: Any) -> dict[str, Any]:
+    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
+    return {path_name(key): child for key, child in pairs}
 
 
 def _is_count(leaf: Any) -> bool:
