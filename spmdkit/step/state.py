@@ -154,16 +154,7 @@ class TrainState:
                 "frozen": old,
             }.get(roles.get(path_name(path), ""), new)
             new_params = jax.tree.map_with_path(of_role, new_params, grads, params)
-<<<<<<< HEAD
-        ema = self.ema
-        if self.ema_decay is not None:
-            decay = self.ema_decay
-            average: Callable[[Any, Any], Any] = lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype)
-            ema = jax.tree.map(lambda e, p: average(e, p) if is_wide_float(e.dtype) else p, ema, new_params)
-        return self.replace(
-=======
         new = self.replace(
->>>>>>> 9fa0aa0d (task: init may return a train state of its own type, such as flax's TrainState)
             replica_copy=None if self.replica_copy is None else ReplicaCopy(new_params, new_params, self.replica_copy),
             step=self.step + 1,
             # The program resets both. A second update within the step draws from a key that no step uses.
@@ -179,8 +170,9 @@ class TrainState:
         if self.ema_decay is None:
             return self
         decay = self.ema_decay
-        average = lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype)
-        return self.replace(ema=jax.tree.map(average, self.ema, without_copies(self).params))
+        average: Callable[[Any, Any], Any] = lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype)
+        of_leaf = lambda e, p: average(e, p) if is_wide_float(e.dtype) else p
+        return self.replace(ema=jax.tree.map(of_leaf, self.ema, without_copies(self).params))
 
 
 FIELDS = ("step", "params", "opt_state", "model_state", "ema", "rng", "reducer", "sync")
