@@ -62,7 +62,7 @@ def resolve_annotations(spec: ResolveSpec, sharding: ResolveSharding) -> None:
     None removes the constraint. Drops the axes that an enclosing `vmap(spmd_axis_name=)` maps, over which the rows of a
     replica are sharded already; JAX (0.10.2) refuses them. A `shard_map` over a mesh of the user has that mesh in
     context. Idempotent."""
-    from jax._src import pjit
+    from jax._src import pjit, source_info_util
     from jax._src import shard_map as shard_map_lib
     from jax.interpreters import batching
 
@@ -70,6 +70,7 @@ def resolve_annotations(spec: ResolveSpec, sharding: ResolveSharding) -> None:
     rules = batching.fancy_primitive_batchers
     if "bind" in vars(primitive):
         return
+    source_info_util.register_exclusion(__file__)  # the user's line is the caller's
     pjit._create_sharding_for_array = functools.partial(_of_spec, pjit._create_sharding_for_array, spec)
     primitive.bind = functools.partial(_of_sharding, primitive.bind, sharding)
     rules[primitive] = functools.partial(_without_mapped_axes, rules[primitive])
