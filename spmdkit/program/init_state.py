@@ -29,7 +29,7 @@ from spmdkit.program.task import Task, check_arity
 from spmdkit.step import trace_context
 from spmdkit.step.gradient import is_cast
 from spmdkit.step.leaf_roles import declared_role
-from spmdkit.step.state import Variables
+from spmdkit.step.state import Initial, Variables
 from spmdkit.step.user_state import UserState, view_of
 
 
@@ -87,8 +87,8 @@ def with_user_state(task: Task, config: Config, mesh: Mesh) -> Task:
 
 def abstract_init(
     task: Task, config: Config, mesh: Mesh | None = None
-) -> tuple[Callable[[jax.Array], Variables], Any, Any, list[str]]:
-    """Returns (`init` that always returns `Variables`, with parameters in `precision.params`; abstract parameters;
+) -> tuple[Callable[[jax.Array], Initial], Any, Any, list[str]]:
+    """Returns (`init` that always returns `Initial`, with parameters in `precision.params`; abstract parameters;
     abstract model state; notes).
 
     Args:
@@ -100,10 +100,10 @@ def abstract_init(
 
     context = _context(config, mesh)
 
-    def init(key: jax.Array) -> tuple[Variables, _Dtypes]:
+    def init(key: jax.Array) -> tuple[Initial, _Dtypes]:
         with trace_context.tracing(context):
             out = task.init(key)
-        variables = out if isinstance(out, Variables) else Variables(out, None)
+        variables = out if isinstance(out, Initial) else Initial(*(out if isinstance(out, Variables) else (out,)))
         for path, leaf in named_leaves(variables):
             if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
                 raise ConfigError(
@@ -113,7 +113,7 @@ def abstract_init(
         narrowed = jax.tree.map_with_path(lambda path, x: jnp.asarray(_narrowed(path_name(path), x)), variables)
         return narrowed, _Dtypes(tuple((path, leaf.dtype) for path, leaf in named_leaves(variables)))
 
-    def init_as_stored(key: jax.Array) -> Variables:
+    def init_as_stored(key: jax.Array) -> Initial:
         variables, _ = init(key)
         if variables.opt_state is not None:  # of a step with its own optimizer
             return variables
@@ -168,7 +168,7 @@ def _check_parameter(path: str, dtype: Any) -> None:
         )
 
 
-def _cast_notes(dtypes: dict[str, Any], stored: Variables, config: Config) -> list[str]:
+def _cast_notes(dtypes: dict[str, Any], stored: Initial, config: Config) -> list[str]:
     texts = {
         "params": f"these parameters are converted to {config.precision.params} (precision.params); init returned "
         "them in another dtype",

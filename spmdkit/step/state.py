@@ -25,11 +25,22 @@ class Variables(NamedTuple):
     Attributes:
         params: differentiated, and updated by the optimizer.
         state: returned by the loss in each step (batch statistics, counters); see `model_state` in the config.
-        opt_state: the optimizer's state; None: that of the optimizer's init.
     """
 
     params: Any
     state: Any
+
+
+class Initial(NamedTuple):
+    """The user's part of the state before the first step.
+
+    Attributes:
+        params, state: as in `Variables`.
+        opt_state: the optimizer's state of a step with its own optimizer; None: that of the optimizer's init.
+    """
+
+    params: Any
+    state: Any = None
     opt_state: Any = None
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
 from spmdkit.foundation.trees import describe, first_difference, named_leaves, path_name
-from spmdkit.step.state import TrainState, Variables
+from spmdkit.step.state import Initial, TrainState
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class UserState:
         named = [part for parts in self._fields.values() for part in (*parts, *_paths(view.step))]
         self._other = [path for path in leaves if not any(_is_in(path, part) for part in named)]
 
-    def split(self, state: Any) -> Variables:
+    def split(self, state: Any) -> Initial:
         """Returns the parameters, the optimizer's state and the other leaves by path."""
         state = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), state)
         leaves = dict(named_leaves(state))
         params, opt_state = (self._parts(state, field) for field in ("params", "opt_state"))
-        return Variables(params, {path: leaves[path] for path in self._other}, opt_state)
+        return Initial(params, {path: leaves[path] for path in self._other}, opt_state)
 
     def join(self, params: Any, opt_state: Any, other: Any, step: Any) -> Any:
         """Returns the user's state from the fields of a `TrainState`."""

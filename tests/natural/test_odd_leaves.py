@@ -48,7 +48,7 @@ def loss_fn(params, state, rows, key):
 
 
 def by_hand():
-    params, state, _ = init(jax.random.key(0))
+    params, state = init(jax.random.key(0))
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     for step in range(STEPS):
         rows = DATA[step * BATCH : (step + 1) * BATCH]
