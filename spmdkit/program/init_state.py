@@ -47,8 +47,8 @@ def _context(config: Config, mesh: Mesh | None) -> trace_context.Context:
 
 
 def with_user_state(task: Task, config: Config, mesh: Mesh) -> Task:
-    """Returns a task with functions on the fields of a `TrainState`, from one whose `init` returns a train state of its
-    own type; any other task unchanged.
+    """Returns a task with functions on the fields of a `TrainState`, if `init` returns a train state of its own type;
+    any other task unchanged.
 
     Raises:
         ConfigError: the step is in `shard_map`, or the config has an optimizer, which the step would not use.
