@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.formatting import format_bytes, nearest
+from spmdkit.foundation.formatting import format_bytes, nearest, shown_axes
 from spmdkit.plan.collectives_bill import OPS, Bill
 from spmdkit.plan.compiled_step import read_program
 from spmdkit.program.program import Program
@@ -72,7 +72,7 @@ def assert_collectives(
             wrong.append(f"{sent} bytes ({format_bytes(sent)}) sent per device in a step, expected at most {max_bytes}")
     if wrong:
         rows = [
-            f"  {c.op} over {' x '.join(c.axes)}, {c.dtype}, {c.bytes if c.bytes is not None else 'unknown'} bytes, "
+            f"  {c.op} over {shown_axes(c.axes)}, {c.dtype}, {c.bytes if c.bytes is not None else 'unknown'} bytes, "
             f"{'in a loop, ' if c.in_loop else ''}{c.cause}, {c.source or 'no line'}"
             for c in chosen
         ]

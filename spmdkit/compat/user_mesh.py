@@ -30,7 +30,7 @@ def mesh_in_context(mesh: Mesh | None) -> Iterator[None]:
     from jax._src import mesh as mesh_lib
 
     now = mesh_lib.get_abstract_mesh()
-    has_types = mesh is not None and now.axis_names == mesh.axis_names and not now.are_all_axes_auto
+    has_types = mesh is not None and now.size == mesh.size and not now.are_all_axes_auto
     if has_types or now._any_axis_manual or (mesh is None and not core.trace_state_clean()):
         yield
         return
@@ -57,11 +57,11 @@ def ignores_user_mesh(fn: F) -> F:
     return cast(F, call)
 
 
-def resolve_annotations(spec: ResolveSpec, sharding: ResolveSharding) -> None:
+def resolve_annotations(spec: ResolveSpec, sharding: ResolveSharding, named: Callable[[], Mesh | None]) -> None:
     """Passes every `PartitionSpec` and every `NamedSharding` of `with_sharding_constraint` to a function; a result of
     None removes the constraint. Drops the axes that an enclosing `vmap(spmd_axis_name=)` maps, over which the rows of a
     replica are sharded already; JAX (0.10.2) refuses them. A `shard_map` over a mesh of the user has that mesh in
-    context. Idempotent."""
+    context, and one without a mesh that of `named`, the program's mesh in the user's names. Idempotent."""
     from jax._src import pjit, source_info_util
     from jax._src import shard_map as shard_map_lib
     from jax.interpreters import batching
@@ -74,7 +74,7 @@ def resolve_annotations(spec: ResolveSpec, sharding: ResolveSharding) -> None:
     pjit._create_sharding_for_array = functools.partial(_of_spec, pjit._create_sharding_for_array, spec)
     primitive.bind = functools.partial(_of_sharding, primitive.bind, sharding)
     rules[primitive] = functools.partial(_without_mapped_axes, rules[primitive])
-    shard_map_lib._shard_map = functools.partial(_on_own_mesh, shard_map_lib._shard_map)
+    shard_map_lib._shard_map = functools.partial(_on_own_mesh, shard_map_lib._shard_map, named)
 
 
 def _of_spec(create: Any, resolve: ResolveSpec, mesh: Any, spec: Any, *names: Any) -> Any:
@@ -112,18 +112,18 @@ def renamed_axes(spec: PartitionSpec, names: Mapping[str, str | None]) -> Partit
     return PartitionSpec(*map(renamed, spec))
 
 
-def _on_own_mesh(shard_map: Any, f: Any, *, mesh: Any, **options: Any) -> Any:
-    mapped = shard_map(f, mesh=mesh, **options)
-    if not isinstance(mesh, Mesh):
-        return mapped
+def _on_own_mesh(
+    shard_map: Any, named: Callable[[], Mesh | None], f: Any, *, mesh: Any, in_specs: Any, **options: Any
+) -> Any:
+    mapped = shard_map(f, mesh=mesh, in_specs=in_specs, **options)
 
     @functools.wraps(f)
     def in_context_of_its_mesh(*args: Any) -> Any:
-        context = jax.sharding.get_abstract_mesh()
-        if context.empty or context == mesh.abstract_mesh:
+        own, context = named() if mesh is None else mesh, jax.sharding.get_abstract_mesh()
+        if not isinstance(own, Mesh) or context.empty or context == own.abstract_mesh or context._any_axis_manual:
             return mapped(*args)
-        own = auto_mesh(mesh.devices, mesh.axis_names)  # arrays have no types of explicit axes here
+        own = auto_mesh(own.devices, own.axis_names)  # arrays have no types of explicit axes here
         with mesh_in_context(own):
-            return shard_map(f, mesh=own, **options)(*args)
+            return shard_map(f, mesh=own, in_specs=in_specs, **options)(*args)
 
     return in_context_of_its_mesh

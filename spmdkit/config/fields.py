@@ -191,6 +191,7 @@ LayoutRule = Annotated[
 ]
 """A path pattern (regex, matched with fullmatch) and, for each dim, a logical or mesh axis, several axes, or None."""
 
+AxisName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$", examples=["dp"])]
 Axis = Literal["replica", "data", "pipeline", "fsdp", "expert", "context", "tensor"]
 MeshAxes = Annotated[
     Axis | Annotated[list[Axis], Field(min_length=1), AfterValidator(_distinct)] | None,

@@ -15,7 +15,7 @@ from spmdkit.config.task import reference_problem
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins, redact
 from spmdkit.foundation.constants import AXES, LOGICAL_AXES
-from spmdkit.foundation.formatting import nearest
+from spmdkit.foundation.formatting import nearest, shown
 
 PLUGIN_KEYS = {"reducer": ("reducers", "sum"), "sync": ("syncs", "every_step")}
 """Key -> (group of plug-ins, default)."""
@@ -77,7 +77,7 @@ def _batch_on_mesh(config: Settings, sizes: Mapping[str, int]) -> Iterator[Probl
     staged = (config.pipeline.microbatches or 1) if sizes.get("pipeline", 1) > 1 else 1
     unit = shards * microbatches * staged
     if config.batch_size % unit:
-        cut = " x ".join(f"{axis}({size})" for axis, size in axes.items())
+        cut = " x ".join(f"{shown(axis)}({size})" for axis, size in axes.items())
         also = f" and microbatches into {microbatches}" if microbatches > 1 else ""
         also += f" and pipeline.microbatches into {staged}" if staged > 1 else ""
         cut = f"{cut} = {shards}" if cut else "1"
@@ -101,6 +101,14 @@ def _mesh(config: Settings) -> Iterator[Problem]:
             ("mesh", axis),
             f"is -1, and so is mesh.{filled[0]}. At most one axis can be -1. Give one a number.",
         )
+    for name, axis in config.roles.items():
+        if name in AXES and name != axis:
+            yield Problem(("roles", name), f"has the role {axis}, but is the name of another axis. Rename it.")
+    for axis in dict.fromkeys(config.roles.values()):
+        if len(names := [name for name, role in config.roles.items() if role == axis]) > 1:
+            yield Problem(
+                ("roles",), f"{' and '.join(names)} both have the role {axis}. A role has one name. Remove one of them."
+            )
 
 
 def _layout(config: Settings) -> Iterator[Problem]:

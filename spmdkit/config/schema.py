@@ -7,6 +7,7 @@ with every problem.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from spmdkit.config import problems, rules, wording
 from spmdkit.config.settings import Settings
 from spmdkit.config.task import split_reference
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import name_axes
 
 
 class Config(Settings):
@@ -27,11 +29,12 @@ class Config(Settings):
         """Converts the errors of pydantic and of the rules into one ConfigError. `info.context` is the Origin."""
         origin = info.context if isinstance(info.context, problems.Origin) else problems.Origin()
         try:
-            config = handler(data)
+            config = handler(_with_roles(data))
         except ValidationError as error:
             invalid = wording.translate(cls, error.errors(include_url=False))
             raise ConfigError(problems.render(invalid, origin)) from None
         config._origin = origin
+        name_axes(config.roles)
         if invalid := rules.check(config, config.folder):
             raise ConfigError(problems.render(invalid, origin))
         return config
@@ -65,3 +68,21 @@ class Config(Settings):
     def where(self, key: str) -> str:
         """Returns the start of a message about a dotted key: `configs/gpt.yaml:12: mesh.data`."""
         return self._origin.where(problems.key_path(key))
+
+
+def _with_roles(data: Any) -> Any:
+    """Returns the values of a config with the user's names of mesh axes replaced by their roles."""
+    roles = data.get("roles") if isinstance(data, dict) else None
+    if not isinstance(roles, dict):
+        return data
+    role_of: Callable[[Any], Any] = lambda name: roles.get(name, name) if isinstance(name, str) else name
+    mesh, layout = data.get("mesh"), data.get("layout")
+    if isinstance(mesh, dict) and len({*map(role_of, mesh)}) == len(mesh):
+        data = data | {"mesh": {role_of(name): size for name, size in mesh.items()}}
+    if isinstance(layout, dict) and isinstance(layout.get("axes"), dict):
+        renamed = {
+            name: [*map(role_of, axes)] if isinstance(axes, list) else role_of(axes)
+            for name, axes in layout["axes"].items()
+        }
+        data = data | {"layout": layout | {"axes": renamed}}
+    return data

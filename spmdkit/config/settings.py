@@ -35,6 +35,9 @@ class Settings(Section):
     """How processes discover each other."""
     mesh: sections.Mesh = sections.Mesh()
     """Axis sizes. One -1 takes the rest of the devices; empty: one device."""
+    roles: dict[fields.AxisName, fields.Axis] = Field(default_factory=dict, examples=["{dp: data, model: tensor}"])
+    """Your name of a mesh axis -> its role, a mesh axis of spmdkit. `mesh`, `layout` and the functions of the task use
+    your names, and so does the output."""
     layout: sections.Layout = sections.Layout()
     """Sharding of each parameter."""
     pipeline: sections.Pipeline = sections.Pipeline()

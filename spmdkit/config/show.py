@@ -36,14 +36,19 @@ def to_yaml(config: Config, absolute_paths: bool = False, hide_secrets: bool = F
     With `absolute_paths`, `task` and `run_dir` are absolute, so that the text is valid in any folder. With
     `hide_secrets` (used for all files), secrets are `***`. Such a config is rejected until the values are filled in.
     """
-    return _written(config, config.model_dump() | {"mesh": config.mesh.sizes()}, absolute_paths, hide_secrets)
+    return _written(config, config.model_dump() | {"mesh": _mesh(config)}, absolute_paths, hide_secrets)
 
 
 def to_short_yaml(config: Config, absolute_paths: bool = False, hide_secrets: bool = False) -> str:
     """Like `to_yaml`, but returns only the settings that differ from the defaults."""
     values = config.model_dump(exclude_defaults=True)
-    meshes = {"mesh": config.mesh.sizes()} if config.mesh.sizes() else {}
+    meshes = {"mesh": _mesh(config)} if config.mesh.sizes() else {}
     return _written(config, values | meshes, absolute_paths, hide_secrets)
+
+
+def _mesh(config: Config) -> dict[str, int]:
+    names: dict[str, str] = {axis: name for name, axis in config.roles.items()}
+    return {names.get(axis, axis): size for axis, size in config.mesh.sizes().items()}
 
 
 def _written(config: Config, values: dict[str, Any], absolute_paths: bool, hide_secrets: bool) -> str:

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from spmdkit.config.fields import InvalidValue
 from spmdkit.config.problems import KeyPath, Problem, dotted, show
+from spmdkit.config.sections import Mesh
 from spmdkit.foundation.formatting import nearest
 
 
@@ -57,6 +58,9 @@ def _unknown_key(model: type[BaseModel], section: type[BaseModel], path: KeyPath
             "unknown key. Did you mean "
             f"{' or '.join(f'{h}.{key}' if h else f'{key} at the top level' for h in holders)}?"
         )
+    if section is Mesh:
+        axes = nearest(key, keys) or f" The axes are {', '.join(keys)}."
+        return f"unknown key.{axes} Your own name of an axis needs its role, such as roles: {{{key}: data}}."
     owner = dotted(path[:-1]) or "a config"
     return f"unknown key.{nearest(key, keys) or f' The keys of {owner} are ' + ', '.join(keys) + '.'}"
 

@@ -142,3 +142,22 @@ def nearest(word: str, options: Iterable[str]) -> str:
     """Returns ` Did you mean 'x'?` for the closest of `options`, or an empty string if none is close."""
     match = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
     return f" Did you mean '{match[0]}'?" if match else ""
+
+
+_names: dict[str, str] = {}
+
+
+def name_axes(roles: Mapping[str, str]) -> None:
+    """Sets the names of mesh axes in the output of this process: name -> axis, the config's `roles`."""
+    _names.clear()
+    _names.update({axis: name for name, axis in roles.items()})
+
+
+def shown(axis: str) -> str:
+    """Returns the name of a mesh axis in output."""
+    return _names.get(axis, axis)
+
+
+def shown_axes(axes: Iterable[str]) -> str:
+    """Returns `data x fsdp`."""
+    return " x ".join(map(shown, axes))

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import LOGICAL_AXES
-from spmdkit.foundation.formatting import columns, format_bytes, nearest
+from spmdkit.foundation.formatting import columns, format_bytes, nearest, shown, shown_axes
 from spmdkit.foundation.trees import describe, leaf_bytes, named_leaves, path_name
 from spmdkit.mesh.mesh import AXES, canonical, count, dim_axes, spec_axes
 
@@ -176,7 +176,7 @@ def _spec_of(
         parts = count(sizes, axes)
         if length % parts:
             raise ConfigError(
-                f"layout: {reason} shards dim {i} of '{path}' (length {length}) over {' x '.join(axes)} = {parts}: "
+                f"layout: {reason} shards dim {i} of '{path}' (length {length}) over {shown_axes(axes)} = {parts}: "
                 f"{length} is not divisible by {parts}. Try length {(length // parts + 1) * parts}, or null for this "
                 "dim."
             )
@@ -270,11 +270,15 @@ def check_axes_used(placements: Sequence[LeafPlacement], sizes: Mapping[str, int
             )
 
 
+def _shown_spec(spec: PartitionSpec) -> tuple[Any, ...]:
+    return tuple(tuple(map(shown, dim)) if isinstance(dim, tuple) else dim and shown(dim) for dim in spec)
+
+
 def table(placements: Sequence[LeafPlacement]) -> list[str]:
     """Returns the lines of a table: path, dtype and shape, global bytes, spec, memory, and the reason."""
     return columns(
         [
-            (p.path, describe(p), format_bytes(p.num_bytes), f"P{tuple(p.spec)}", p.memory_kind, p.reason)
+            (p.path, describe(p), format_bytes(p.num_bytes), f"P{_shown_spec(p.spec)}", p.memory_kind, p.reason)
             for p in placements
         ]
     )

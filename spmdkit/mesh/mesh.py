@@ -22,6 +22,7 @@ from spmdkit.foundation.constants import AXES as AXES
 from spmdkit.foundation.constants import BATCH_AXES as BATCH_AXES
 from spmdkit.foundation.constants import MODEL_AXES as MODEL_AXES
 from spmdkit.foundation.constants import REPLICA_AXES as REPLICA_AXES
+from spmdkit.foundation.formatting import shown
 
 
 def resolve(requested: Mapping[str, int], num_devices: int, num_slices: int = 1) -> dict[str, int]:
@@ -40,7 +41,7 @@ def resolve(requested: Mapping[str, int], num_devices: int, num_slices: int = 1)
     room = num_devices % (fixed * num_slices) == 0 if -1 in sizes.values() else fixed * num_slices == num_devices
     if num_slices > 1 and "replica" not in requested and room:
         return resolve({**requested, "replica": num_slices}, num_devices)
-    named = " x ".join(f"{axis}({size})" for axis, size in requested.items())
+    named = " x ".join(f"{shown(axis)}({size})" for axis, size in requested.items())
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         raise ConfigError(f"mesh has {named}: two axes are -1. At most one -1 can fill. Give one of them a number.")
@@ -69,8 +70,8 @@ def _repair(requested: Mapping[str, int], fixed: int, num_devices: int) -> str:
             return f"Try {axis}: {num_devices // rest}, or {axis}: -1 to fill."
         fits = [s for s in range(1, size) if num_devices % (rest * s) == 0]
         if fits and -1 in requested.values():
-            return f"Try {axis}: {fits[-1]}."
-    return "Try data: -1 alone, which uses all of them."
+            return f"Try {shown(axis)}: {fits[-1]}."
+    return f"Try {shown('data')}: -1 alone, which uses all of them."
 
 
 def slices(devices: Sequence[jax.Device]) -> int:
@@ -137,4 +138,4 @@ def count(sizes: Mapping[str, int], axes: Sequence[str]) -> int:
 
 def describe_mesh(sizes: Mapping[str, int]) -> str:
     """Returns `data 4 x fsdp 2`, or `one device`."""
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+    return " x ".join(f"{shown(axis)} {size}" for axis, size in sizes.items() if size > 1) or "one device"

@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import shown_axes
 from spmdkit.foundation.trees import describe, named_leaves
 from spmdkit.mesh.mesh import MODEL_AXES, dim_axes, spec_axes
 from spmdkit.ops.collectives import axes
@@ -139,7 +140,7 @@ def _check_divisible(context: trace_context.Context, what: str, shape: tuple[int
         cut = dim_axes(names)
         if length % context.sharding.size(*cut):
             raise ConfigError(
-                f"sk.manual: {what} has shape {shape}; dim {i} is sharded over {' x '.join(cut)} = "
+                f"sk.manual: {what} has shape {shape}; dim {i} is sharded over {shown_axes(cut)} = "
                 f"{context.sharding.size(*cut)}, and {length} is not divisible by it. Make the dim a multiple of "
                 f"{context.sharding.size(*cut)}, or use another mesh."
             )

@@ -37,6 +37,7 @@ from jax import lax
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import shown_axes
 from spmdkit.foundation.trees import describe
 from spmdkit.ops import tensor
 from spmdkit.ops.both_modes import both_modes
@@ -163,7 +164,7 @@ def _check(num: int, vocab_size: int | None, chunk: int | None, vocab_axes: tupl
         num *= parts
     if num % parts:
         raise ConfigError(
-            f"sk.cross_entropy: the head has {num} columns, sharded over {' x '.join(vocab_axes)} = {parts}. Each "
+            f"sk.cross_entropy: the head has {num} columns, sharded over {shown_axes(vocab_axes)} = {parts}. Each "
             f"device holds as many as the others. Make it padded_vocab({num}, {parts}) = {padded_vocab(num, parts)} "
             f"columns long and give vocab_size={vocab_size or num}."
         )

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from spmdkit.foundation.formatting import shown
 from spmdkit.plan.attribution import Leaf, strategy_of
 from spmdkit.plan.hlo import loops
 from spmdkit.plan.hlo.collectives import OPS, HloCollective, hlo_collectives
@@ -75,7 +76,7 @@ class Collective(HloCollective):
 
     def as_json(self) -> dict[str, Any]:
         """Returns the row of `plan --json`."""
-        return {name: getattr(self, name) for name in _ROW} | {"axes": list(self.axes)}
+        return {name: getattr(self, name) for name in _ROW} | {"axes": list(map(shown, self.axes))}
 
 
 @dataclass(frozen=True)

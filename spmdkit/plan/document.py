@@ -32,7 +32,7 @@ import jax
 
 from spmdkit.config import to_yaml
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.formatting import format_bytes
+from spmdkit.foundation.formatting import format_bytes, shown, shown_axes
 from spmdkit.plan.budget import exceeded
 from spmdkit.plan.collectives_bill import Bill, Collective
 from spmdkit.plan.compiled_step import CompiledStep, read_compiled, read_program
@@ -115,7 +115,7 @@ def _sent(program: Program, target: Target, analysis: CompiledStep | None) -> Do
         return {"link": path.link, "crosses": path.crosses, "seconds": seconds, "async": row.is_async}
 
     wire = {
-        "by_axes": {" x ".join(axes) or "all": num for axes, num in bill.by("axes").items()},
+        "by_axes": {shown_axes(axes) or "all": num for axes, num in bill.by("axes").items()},
         "by_cause": bill.by("cause"),
         "least": lower_bound_bytes(program),
     }
@@ -171,7 +171,7 @@ def _head(program: Program, target: Target) -> Document:
         "notes": [*target.notes, *program.notes],
         "num_devices": int(program.mesh.devices.size),
         "hosts_or_slices": target.num_slices,
-        "mesh": dict(program.sizes),
+        "mesh": {shown(axis): size for axis, size in program.sizes.items()},
         "form": program.form,
         "rows": [vars(row) for row in program.row_table],
         "batch_size": program.config.batch_size,
@@ -243,7 +243,7 @@ def layout_rows(program: Program) -> list[Document]:
             "path": leaf.path,
             "shape": list(leaf.shape),
             "dtype": str(leaf.dtype),
-            "spec": [list(d) if isinstance(d, tuple) else d for d in leaf.spec],
+            "spec": [[shown(a) for a in d] if isinstance(d, tuple) else d and shown(d) for d in leaf.spec],
             "memory_kind": leaf.memory_kind,
             "bytes": leaf.num_bytes,
             "device_bytes": shard_bytes(leaf.shape, leaf.dtype, leaf.sharding(program.mesh)),

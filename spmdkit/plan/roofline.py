@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmdkit.foundation.formatting import shown_axes
 from spmdkit.mesh.chips import Chip
 from spmdkit.plan.attribution import OF_DATA_PARALLELISM
 from spmdkit.plan.collectives_bill import Bill, Collective
@@ -166,7 +167,7 @@ def _add_links(
     for c in bill.collectives:
         if c.counted:
             link = link_path_of(target, devices, c)
-            name = f"{link.link} {' x '.join(c.axes) or 'all'}"
+            name = f"{link.link} {shown_axes(c.axes) or 'all'}"
             seconds = link.seconds(c.bytes_at_least, c.op, c.group_size, c.trip_count or 1)
             busy[name] += seconds
             sent[name] += c.bytes_at_least

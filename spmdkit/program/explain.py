@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from spmdkit.communication.reducers.base import stateless
 from spmdkit.foundation import plugins
-from spmdkit.foundation.formatting import columns, format_bytes
+from spmdkit.foundation.formatting import columns, format_bytes, shown, shown_axes
 from spmdkit.mesh.layout import table
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.program.eval_params import source_of
@@ -101,7 +101,7 @@ def _form(task_step: TaskStep, context: Context, refused: str) -> str:
 
 def _model_axes(context: Context) -> str:
     sharding = context.sharding
-    return ", ".join(sharding.larger(a for a in sharding.sizes if a not in sharding.replica_axes))
+    return ", ".join(map(shown, sharding.larger(a for a in sharding.sizes if a not in sharding.replica_axes)))
 
 
 def _many(num: int, word: str) -> str:
@@ -177,7 +177,7 @@ def _reducer(task_step: TaskStep, context: Context) -> str:
     itemsize = jnp.dtype(task_step.config.precision.reduce).itemsize
     plain = lambda leaves: sum(2 * (x.num - 1) / x.num * itemsize * x.size for x in leaves)
     replicas: Callable[[tuple[str, ...]], str] = lambda axes: (
-        f"{' x '.join(axes)} ({context.sharding.size(*axes)} replicas)"
+        f"{shown_axes(axes)} ({context.sharding.size(*axes)} replicas)"
     )
     reductions = ", ".join(f"{values} values over {replicas(axes)}" for axes, values in added.items())
     sent = (plain if reducer.is_sum else reducer.bytes_sent)(reducer_state.reduced_leaves(context))
@@ -235,7 +235,7 @@ def _sync(task_step: TaskStep) -> str:
         description = sync_of(task_step.config).description
         return f"{name}: replicas are synchronous in every step{', ' if description else ''}{description}"
     return (
-        f"{name}: {groups.num} groups along {' x '.join(groups.axes)} train separately, and are averaged after every "
+        f"{name}: {groups.num} groups along {shown_axes(groups.axes)} train separately, and are averaged after every "
         f"{_many(groups.sync.every or 1, 'step')} in a separate "
         f"program{'; ' if groups.sync.description else ''}{groups.sync.description}"
     )

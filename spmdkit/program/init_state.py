@@ -42,8 +42,10 @@ class _Dtypes:
 
 
 def _context(config: Config, mesh: Mesh | None) -> trace_context.Context:
-    sharding = trace_context.ShardingSpec(mesh=mesh or make_mesh(resolve({}, 1), jax.devices()[:1]))
-    return trace_context.Context(sharding, trace_context.StepOptions(logical_axes=logical_axes(config.layout.axes)))
+    sharding = trace_context.ShardingSpec(mesh=mesh or make_mesh(resolve({}, 1), jax.devices()[:1]), roles=config.roles)
+    return trace_context.Context(
+        sharding, trace_context.StepOptions(logical_axes=logical_axes({**config.roles, **config.layout.axes}))
+    )
 
 
 def with_user_state(task: Task, config: Config, mesh: Mesh) -> Task:

@@ -107,7 +107,7 @@ def _options(config: Config, task_rules: Rules) -> layout.LayoutOptions:
     return layout.LayoutOptions(
         config_rules=tuple((pattern, tuple(dims)) for pattern, dims in config.layout.rules),
         task_rules=tuple((pattern, tuple(dims)) for pattern, dims in task_rules),
-        axes=layout.logical_axes(config.layout.axes),
+        axes=layout.logical_axes({**config.roles, **config.layout.axes}),
         fsdp=config.layout.fsdp,
         min_shard_bytes=config.layout.min_shard_bytes,
         replicate_above_bytes=config.layout.replicate_above_bytes,

@@ -48,7 +48,7 @@ def step_context(
         state_reduction=state_reduction,
         roles=roles,
         unread=unread,
-        logical_axes=layout.logical_axes(config.layout.axes),
+        logical_axes=layout.logical_axes({**config.roles, **config.layout.axes}),
         attention=trace_context.AttentionSettings(**config.attention.model_dump()),
         pipeline=trace_context.PipelineSettings(
             pipeline.schedule,
@@ -61,6 +61,7 @@ def step_context(
     cuts = trace_context.ShardingSpec(
         mesh=mesh,
         sizes=sizes,
+        roles=config.roles,
         data_axes=data_axes,
         inner_axes=tuple(a for a in ("fsdp", "expert") if a not in data_axes),
         microbatches=config.microbatches,

@@ -8,12 +8,14 @@ mapped: XLA's partitioner adds the reductions that the types imply.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from spmdkit.compat.user_mesh import mesh_in_context
 from spmdkit.foundation.trees import named_leaves, path_name
 from spmdkit.mesh.mesh import BATCH_AXES, REPLICA_AXES, canonical
 from spmdkit.step import trace_context
@@ -59,10 +61,11 @@ def call_explicit(
     context: Context, fn: Callable[..., Any], shardings: TrainState, state: TrainState, rows: Any, *more: Any
 ) -> Any:
     """Returns `fn(state, rows, *more)` in explicit mode. `more`: arrays with the rows as first dim, and scalars."""
-    mesh = context.sharding.mesh
+    mesh, specs = context.sharding.mesh, dict(named_leaves(shardings))
     assert mesh is not None
-    specs = dict(named_leaves(shardings))
-    of_state = jax.tree.map_with_path(lambda path, _: specs[path_name(path)].spec, state)
-    over_rows = canonical([context.sharding.inner_axes], dict(mesh.shape))
+    spec_of: Callable[[PartitionSpec], PartitionSpec] = functools.partial(trace_context.user_spec, context)
+    of_state = jax.tree.map_with_path(lambda path, _: spec_of(specs[path_name(path)].spec), state)
+    over_rows = spec_of(canonical([context.sharding.inner_axes], dict(mesh.shape)))
     of_others = jax.tree.map(lambda x: over_rows if x.ndim else PartitionSpec(), (rows, *more))
-    return jax.sharding.explicit_axes(fn, in_sharding=(of_state, *of_others))(state, rows, *more)
+    with mesh_in_context(trace_context.user_mesh(context) or mesh):
+        return jax.sharding.explicit_axes(fn, in_sharding=(of_state, *of_others))(state, rows, *more)

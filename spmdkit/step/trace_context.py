@@ -236,6 +236,7 @@ class ShardingSpec:
             (`shard_map`, only replica axes).
         mesh: the mesh of all devices; None: one device, nothing is sharded.
         sizes: size of every mesh axis.
+        roles: the user's name of a mesh axis -> the axis.
         data_axes: mesh axes that the name `data` covers (with ZeRO 1 and 2 also `fsdp`).
         inner_axes: mesh axes that shard the examples of one replica.
         microbatches: number of microbatches per replica.
@@ -247,6 +248,7 @@ class ShardingSpec:
     form: Form = "plain"
     mesh: Mesh | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
     data_axes: tuple[str, ...] = ("data",)
     inner_axes: tuple[str, ...] = ()
     microbatches: int = 1
@@ -389,15 +391,31 @@ def _during(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
 def tracing(context: Context) -> Iterator[Context]:
     """Sets `context`, and its mesh as the mesh of bare `PartitionSpec`s, while the body is traced."""
     mesh = context.sharding.mesh
-    resolve_annotations(_resolved_spec, _resolved_sharding)
+    resolve_annotations(_resolved_spec, _resolved_sharding, lambda: user_mesh(current()))
     with _during(_context, context), contextlib.nullcontext() if mesh is None else mesh_in_context(mesh):
         yield context
+
+
+def user_mesh(context: Context) -> Mesh | None:
+    """Returns the program's mesh with the user's names of the axes; None if they have no other names."""
+    mesh = context.sharding.mesh
+    if mesh is None or not context.sharding.roles:
+        return None
+    return compat.auto_mesh(mesh.devices, user_spec(context, PartitionSpec(mesh.axis_names))[0])
+
+
+def user_spec(context: Context, spec: PartitionSpec) -> PartitionSpec:
+    """Returns a spec of the program in the user's names of the axes."""
+    names = dict(zip(AXES, AXES, strict=True)) | {axis: name for name, axis in context.sharding.roles.items()}
+    return renamed_axes(spec, names)
 
 
 def _resolved_spec(spec: PartitionSpec) -> PartitionSpec | None:
     """Returns a bare spec in the names of the mesh axes, or None for the logical names in the metadata of flax's
     models, which the layout applies."""
     context = current()
+    roles = context.sharding.roles
+    spec = renamed_axes(spec, {name: roles.get(name, name) for name in spec_axes(spec)}) if roles else spec
     names = set(spec_axes(spec)) - set(AXES) - {PartitionSpec.UNCONSTRAINED}
     return None if names and names <= context.options.logical_axes.keys() else spec
 
@@ -487,9 +505,10 @@ def shard_like_params(context: Context, tree: Any, placement: Literal["compute",
     mesh, placements = context.sharding.mesh, context.sharding.placements
     if context.sharding.form == "manual" or mesh is None or placements is None:
         return tree
-    explicit = jax.sharding.get_abstract_mesh().are_all_axes_explicit
-    place: Any = jax.reshard if explicit else jax.lax.with_sharding_constraint
-    shard = lambda x, spec: place(x, spec if explicit else NamedSharding(mesh, spec)) if len(spec) or explicit else x
+    if jax.sharding.get_abstract_mesh().are_all_axes_explicit:
+        shard: Any = lambda x, spec: jax.reshard(x, user_spec(context, spec))
+    else:
+        shard = lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if len(spec) else x
     return jax.tree.map(shard, tree, getattr(placements.of(tree), placement))
 
 

@@ -11,6 +11,7 @@ from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.constants import fake_devices
+from spmdkit.foundation.formatting import shown
 from spmdkit.mesh.mesh import AXES, resolve
 from spmdkit.program.step_context import reducer_of
 
@@ -61,7 +62,7 @@ def parse_microbatches(text: str | None, config: Config) -> list[int]:
 
 def describe_case(mesh: dict[str, int], microbatches: int) -> str:
     """Returns `data 4 x fsdp 2`, with ` / 2` for two microbatches."""
-    name = " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device"
+    name = " x ".join(f"{shown(axis)} {size}" for axis, size in mesh.items()) or "one device"
     return name if microbatches == 1 else f"{name} / {microbatches}"
 
 

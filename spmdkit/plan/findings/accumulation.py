@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from spmdkit.foundation.formatting import format_bytes
+from spmdkit.foundation.formatting import format_bytes, shown_axes
 from spmdkit.plan.collectives_bill import Collective
 from spmdkit.plan.compiled_step import CompiledStep
 from spmdkit.plan.findings import Finding
@@ -30,7 +30,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         yield Finding(
             "collective-in-accumulation-loop",
             (
-                f"{c.op} of gradients over {' x '.join(c.axes)} runs {sent} times a step inside a loop, "
+                f"{c.op} of gradients over {shown_axes(c.axes)} runs {sent} times a step inside a loop, "
                 f"{format_bytes(c.bytes_at_least)} sent by each device; once would be "
                 f"{format_bytes(c.bytes_at_least / times)}"
             ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdkit.foundation.formatting import format_bytes
+from spmdkit.foundation.formatting import format_bytes, shown_axes
 from spmdkit.plan.collectives_bill import Collective
 from spmdkit.plan.compiled_step import CompiledStep
 from spmdkit.plan.findings import Finding
@@ -32,7 +32,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         yield Finding(
             "all-reduce-for-gather",
             (
-                f"the compiler sends {sum(c.count for c in rows)} all_reduce over {' x '.join(axes)} where a {meant} "
+                f"the compiler sends {sum(c.count for c in rows)} all_reduce over {shown_axes(axes)} where a {meant} "
                 f"would do: {format_bytes(sent)} instead of {format_bytes(sent / 2)} a step"
             ),
             largest.source,

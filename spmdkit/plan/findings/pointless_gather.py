@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdkit.foundation.formatting import format_bytes
+from spmdkit.foundation.formatting import format_bytes, shown_axes
 from spmdkit.plan.attribution import origin_of
 from spmdkit.plan.collectives_bill import Collective
 from spmdkit.plan.compiled_step import CompiledStep
@@ -35,7 +35,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             yield Finding(
                 "gather-of-unsharded",
                 (
-                    f"{argument.replace(chr(92), '')} is sharded over {' x '.join(c.axes)} and gathered on every "
+                    f"{argument.replace(chr(92), '')} is sharded over {shown_axes(c.axes)} and gathered on every "
                     f"device before it is used ({format_bytes(c.size)}, {format_bytes(c.bytes_at_least)} sent a step)"
                 ),
                 c.source,
@@ -49,7 +49,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
                 "gather-of-unsharded",
                 (
                     f"{c.shapes[0]} is a shard of an array that every device holds, and is gathered again over "
-                    f"{' x '.join(c.axes)} ({format_bytes(c.bytes_at_least)} sent a step)"
+                    f"{shown_axes(c.axes)} ({format_bytes(c.bytes_at_least)} sent a step)"
                 ),
                 c.source,
                 "Remove the constraint that shards it (sk.shard), or use the shards as they are.",

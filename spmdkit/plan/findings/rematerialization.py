@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from spmdkit.foundation.formatting import format_bytes
+from spmdkit.foundation.formatting import format_bytes, shown_axes
 from spmdkit.plan.compiled_step import CompiledStep
 from spmdkit.plan.findings import Finding
 from spmdkit.plan.hlo.readers import only_parts_read
@@ -59,7 +59,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             yield Finding(
                 "full-rematerialization",
                 (
-                    f"{', '.join(map(str, c.shapes[:1]))} is gathered over {' x '.join(c.axes)} "
+                    f"{', '.join(map(str, c.shapes[:1]))} is gathered over {shown_axes(c.axes)} "
                     f"({format_bytes(c.size)}), and each device reads one part in {c.group_size} of it"
                 ),
                 c.source,

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from spmdkit.foundation.formatting import format_bytes
+from spmdkit.foundation.formatting import format_bytes, shown_axes
 from spmdkit.mesh.mesh import MODEL_AXES
 from spmdkit.plan.compiled_step import CompiledStep
 from spmdkit.plan.findings import Finding
@@ -41,7 +41,7 @@ def _parameters(step: CompiledStep) -> Iterator[Finding]:
         yield Finding(
             "silent-replication",
             (
-                f"{leaf.path} ({format_bytes(leaf.num_bytes)}) is replicated on every device of {' x '.join(axes)}: "
+                f"{leaf.path} ({format_bytes(leaf.num_bytes)}) is replicated on every device of {shown_axes(axes)}: "
                 f"{leaf.reason}"
             ),
             first_use(step.jaxpr.jaxpr, var),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdkit.foundation.formatting import format_bytes
+from spmdkit.foundation.formatting import format_bytes, shown_axes
 from spmdkit.plan.compiled_step import CompiledStep
 from spmdkit.plan.findings import Finding
 from spmdkit.plan.hlo.readers import all_readers
@@ -30,7 +30,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             yield Finding(
                 "float32-on-the-wire",
                 (
-                    f"{c.op} over {' x '.join(c.axes)} moves {', '.join(map(str, c.shapes[:2]))} as float32, and all "
+                    f"{c.op} over {shown_axes(c.axes)} moves {', '.join(map(str, c.shapes[:2]))} as float32, and all "
                     f"its readers cast it to bfloat16: {format_bytes(c.bytes_at_least)} sent a step, "
                     f"{format_bytes(c.bytes_at_least / 2)} would do"
                 ),
