@@ -65,8 +65,10 @@ def test_a_python_config_is_checked_like_files():
     assert str(caught.value).splitlines() == [
         "steps: should be a valid integer, found '3' (text). Write steps: 3, without quotes.",
         "batch_size: should be a valid integer, found true. Try batch_size: 32.",
-        "mesh.dtaa: unknown key. Did you mean 'data'? Your own name of an axis needs its role, such as roles: "
-        "{dtaa: data}.",
+        (
+            "mesh.dtaa: unknown key. Did you mean 'data'? Your own name of an axis needs its role, such as roles: "
+            "{dtaa: data}."
+        ),
     ]
     with pytest.raises(ConfigError, match=r"eval.params: is ema, and there is no average"):
         Config(task="a.py:t", eval={"params": "ema"})
