@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit.config import Config, choose_optimizer
 from spmdkit.data.dtypes import narrow
@@ -27,6 +27,7 @@ from spmdkit.mesh.layout import logical_axes
 from spmdkit.mesh.mesh import make_mesh, resolve
 from spmdkit.program.task import Task, check_arity
 from spmdkit.step import trace_context
+from spmdkit.step.explicit import needs_explicit_axes
 from spmdkit.step.gradient import is_cast
 from spmdkit.step.leaf_roles import declared_role
 from spmdkit.step.state import Initial, Variables
@@ -48,6 +49,17 @@ def _context(config: Config, mesh: Mesh | None) -> trace_context.Context:
     )
 
 
+def _call_init(task: Task, context: trace_context.Context, key: jax.Array) -> Any:
+    with trace_context.tracing(context):
+        if task.sharding != "explicit":
+            try:
+                return task.init(key)
+            except Exception as error:
+                if not needs_explicit_axes(error):
+                    raise
+        return jax.sharding.explicit_axes(task.init, in_sharding=(PartitionSpec(),))(key)
+
+
 def with_user_state(task: Task, config: Config, mesh: Mesh) -> Task:
     """Returns a task with functions on the fields of a `TrainState`, if `init` returns a train state of its own type;
     any other task unchanged.
@@ -59,8 +71,7 @@ def with_user_state(task: Task, config: Config, mesh: Mesh) -> Task:
         return task
 
     def init(key: jax.Array) -> Any:
-        with trace_context.tracing(_context(config, mesh)):
-            return task.init(key)
+        return _call_init(task, _context(config, mesh), key)
 
     abstract = call_user(lambda: jax.eval_shape(init, jax.random.key(config.seed)), "init")
     if (view := view_of(abstract, task.state)) is None:
@@ -103,8 +114,7 @@ def abstract_init(
     context = _context(config, mesh)
 
     def init(key: jax.Array) -> tuple[Initial, _Dtypes]:
-        with trace_context.tracing(context):
-            out = task.init(key)
+        out = _call_init(task, context, key)
         variables = out if isinstance(out, Initial) else Initial(*(out if isinstance(out, Variables) else (out,)))
         for path, leaf in named_leaves(variables):
             if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):

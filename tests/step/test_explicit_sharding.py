@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
-from tests.step.test_annotations import DATA, MESHES, RULES, expected, plain_init
+from tests.step.test_annotations import DATA, DOWN, MESHES, RULES, expected, plain_init
 from tests.support.core_runs import TOLERANCE, assert_close, program_of, train
 
 
@@ -51,9 +51,9 @@ PROGRAMS = {
 }
 
 
-def program(functions, mesh, sharding="explicit", eval_data=None, **settings):
+def program(functions, mesh, sharding="explicit", eval_data=None, init=plain_init, **settings):
     data = {"train_data": DATA, "eval_data": eval_data, "rules": RULES, "optimizer": optax.sgd(0.1)}
-    return program_of(sk.Task(plain_init, **functions, **data, sharding=sharding), mesh=mesh, batch_size=16, **settings)
+    return program_of(sk.Task(init, **functions, **data, sharding=sharding), mesh=mesh, batch_size=16, **settings)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -89,6 +89,20 @@ def test_explicit_functions_are_evaluated(mesh):
     params = jax.tree.map(jnp.asarray, expected().params)
     plain = float(with_auto(params, evaluated["eval_data"]).mean())
     assert_close([run.eval["loss"], step.eval["loss"]], [plain, plain], TOLERANCE)
+
+
+@pytest.mark.parametrize("mesh", ["one", "data 2 x tensor 2"])
+@pytest.mark.parametrize("sharding", ["auto", "explicit"])
+def test_an_explicit_init_is_the_plain_one(sharding, mesh):
+    def init(key):
+        weights = jax.random.normal(key, (8, 16), out_sharding=P(None, "tensor"))
+        assert jax.typeof(weights).sharding.mesh.are_all_axes_explicit
+        return {"up": weights, "down": jax.reshard(jnp.asarray(DOWN), P("tensor", None))}
+
+    made = program(PROGRAMS["reshard in a step"], MESHES[mesh], sharding, init=init)
+    params = jax.device_get(made.init().params)
+    assert_close(params, {"up": jax.random.normal(jax.random.key(0), (8, 16)), "down": DOWN}, 0)
+    assert train(made, evaluate=False, steps=2).losses
 
 
 def test_settings_of_mapped_replicas_are_refused():

@@ -56,6 +56,7 @@ class UserProgram:
 PROGRAMS = {
     "imagenet_pmap": UserProgram(by_replica=True),
     "midgpt_constraints": UserProgram(),
+    "explicit_sharding": UserProgram(),
     "shard_map_dp_tp": UserProgram(reductions=2),
 }
 """By the name of their folder, in the order of the page."""
