@@ -35,13 +35,14 @@ def mesh_in_context(mesh: Mesh | None) -> Iterator[None]:
         yield
         return
     abstract = mesh_lib.empty_abstract_mesh if mesh is None else mesh.abstract_mesh
-    concrete = config.device_context.swap_local(mesh_lib.empty_concrete_mesh)
-    before = config.abstract_mesh_context_manager.swap_local(abstract)
+    states: Any = mesh_lib if hasattr(mesh_lib, "device_context") else config  # moved in jax 0.12
+    concrete = states.device_context.swap_local(mesh_lib.empty_concrete_mesh)
+    before = states.abstract_mesh_context_manager.swap_local(abstract)
     try:
         yield
     finally:
-        config.abstract_mesh_context_manager.set_local(before)
-        config.device_context.set_local(concrete)
+        states.abstract_mesh_context_manager.set_local(before)
+        states.device_context.set_local(concrete)
 
 
 def ignores_user_mesh(fn: F) -> F:
