@@ -193,6 +193,7 @@ ELEMENTWISE = [
 ]
 OTHER_ELEMENTWISE = {
     *("pvary", "pcast", "sharding_constraint", "reshard", "stop_gradient"),  # of a mesh, and of other versions of JAX
+    *("log2", "one_minus_square"),  # of jax 0.12
     *("to_edtype", "from_edtype", "random_clone", "eq_to", "le_to", "lt_to"),  # of keys, and in comparators of a sort
 }
 

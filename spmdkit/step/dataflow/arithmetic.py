@@ -166,9 +166,9 @@ LINEAR = _names("add add_any sub neg complex")
 NONLINEAR = _names(
     "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz cos "
     "cosh digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac is_finite le lgamma log "
-    "log1p logistic lt max min ne nextafter not or polygamma population_count pow regularized_incomplete_beta rem "
-    "round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt tan tanh xor zeta "
-    "eq_to le_to lt_to"
+    "log1p log2 logistic lt max min ne nextafter not one_minus_square or polygamma population_count pow "
+    "regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
+    "sqrt tan tanh xor zeta eq_to le_to lt_to"
 )
 
 
