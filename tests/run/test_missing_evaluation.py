@@ -53,7 +53,7 @@ def test_permitted_evaluation_is_not_repeated(tmp_path):
     assert len(evaluations(tmp_path)) == num == 1
 
 
-def test_evaluation_that_raised_is_repeated(tmp_path):
+def test_run_whose_hook_raised_after_the_last_evaluation_is_finished(tmp_path):
     @sk.hook
     def failing():
         def after_eval(run, step, values):
@@ -63,3 +63,6 @@ def test_evaluation_that_raised_is_repeated(tmp_path):
 
     with pytest.raises(UserCodeError, match="no disk"):
         small_runs.train(tmp_path, sk.Task(**vars(task(good)) | {"hooks": [failing()]}))
+    num = len(evaluations(tmp_path))
+    result = small_runs.train(tmp_path, task(good))
+    assert result.already_finished and num == len(evaluations(tmp_path)) == 1
