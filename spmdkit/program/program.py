@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit import compat, data
 from spmdkit.communication.reducers.base import Reducer
@@ -46,7 +46,7 @@ from spmdkit.program.step_context import step_context
 from spmdkit.program.task import Task
 from spmdkit.program.task_step import TaskStep
 from spmdkit.program.xla_defects import check_dtypes
-from spmdkit.step import leaf_roles, lost_updates, reducer_state, state, trace_context
+from spmdkit.step import finite_check, leaf_roles, lost_updates, reducer_state, state, trace_context
 from spmdkit.step.dataflow.analysis import Usage
 from spmdkit.step.groups import groups
 from spmdkit.step.metrics.base import is_metric
@@ -510,6 +510,20 @@ class Program:
     def non_finite_leaf(self, current: TrainState) -> str | None:
         """Returns the path of the first leaf of the state with a NaN or an infinity, or None. Waits for the device."""
         return next((path for path, ok in jax.device_get(self._finite(current)).items() if not ok), None)
+
+    def all_finite(self, current: TrainState) -> bool:
+        """Returns whether all leaves of the state are finite, the same on every process. Waits for the device."""
+        return bool(_all_finite(self.mesh)(current))
+
+
+@functools.cache
+def _all_finite(mesh: Mesh) -> Any:
+    """Returns the compiled `state -> bool[]`: whether all leaves are finite, the same on every device."""
+
+    def finite(state: Any) -> jax.Array:
+        return functools.reduce(jnp.logical_and, map(finite_check.is_finite, jax.tree.leaves(state)), jnp.array(True))
+
+    return jax.jit(finite, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _shapes(batch: Batch) -> tuple[Any, ...]:

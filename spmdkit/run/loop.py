@@ -152,7 +152,7 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
             run.leave_cluster()
             run.events.write("stopped", step=run.step, code=0, why="finished before")
             return Result(state, program, run, already_finished=True)
-        _log_run_start(run, state)
+        log_run_start(run, state)
         trainer.compile(run, cache, limit_bytes, job.retain_memory)
         unsaved.close()
         state, stopped = trainer.train(run, state)
@@ -188,7 +188,7 @@ def finish(run: Run, state: TrainState, stopped: Stop | None, cache: Programs) -
         print(visible(f"report {run.directory / 'report.html'}"), flush=True)
 
 
-def _log_run_start(run: Run, state: TrainState) -> None:
+def log_run_start(run: Run, state: TrainState) -> None:
     program, config, progress = run.program, run.config, run.reporter.progress
     devices = run.cluster.devices
     copies = 1 if program.groups is None else program.groups.num

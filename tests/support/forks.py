@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -30,7 +31,8 @@ SERVERS: set[int] = set()
 
 @dataclass(frozen=True)
 class Process:
-    """One process: its arguments after `spmdkit`, folder, and environment variables in addition to those of the test.
+    """One process: its arguments after `spmdkit`, or a script and its arguments; folder, and environment variables in
+    addition to those of the test.
 
     `forks`: it is a launcher, and its children are forked from it.
     """
@@ -197,12 +199,24 @@ def _start(asked: dict[str, Any]) -> int:
             from spmdkit.launch import local
 
             local._start = _forked
-        code = main(asked["start"]) or 0
+        run = _run_script if asked["start"][0].endswith(".py") else main
+        code = run(asked["start"]) or 0
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else 1
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def _run_script(arguments: list[str]) -> int:
+    """Runs a script as `python` does: with its arguments, and the hook of uncaught exceptions."""
+    sys.argv = arguments
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    except Exception:  # noqa: BLE001 - as python does
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
 
 
 def _die_with_the_parent() -> None:

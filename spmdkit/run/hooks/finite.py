@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit.errors import NonFiniteError
 from spmdkit.run import bad_batch
@@ -63,7 +62,7 @@ def make(config: Any) -> Hook:
         if 0 <= step - looked[0] < LOOK_EVERY:
             return None
         looked[0] = step
-        return None if _all_finite(run.program.mesh)(state) else policy.to_state(run, step, state)
+        return None if run.program.all_finite(state) else policy.to_state(run, step, state)
 
     def after_eval(run: RunView, step: int, values: Mapping[str, Any]) -> Action | None:
         if not (bad := not_finite(values)):
@@ -216,13 +215,3 @@ def not_finite(values: Mapping[str, Any]) -> dict[str, Any]:
 def format_metrics(bad: Mapping[str, Any]) -> str:
     """Returns metrics and their values, `'worst' is nan`."""
     return ", ".join(f"'{name}' is {value}" for name, value in bad.items())
-
-
-@functools.cache
-def _all_finite(mesh: Mesh) -> Any:
-    """Returns the compiled `state -> bool[]`: whether all leaves are finite, the same on every device."""
-
-    def finite(state: Any) -> jax.Array:
-        return functools.reduce(jnp.logical_and, map(finite_check.is_finite, jax.tree.leaves(state)), jnp.array(True))
-
-    return jax.jit(finite, out_shardings=NamedSharding(mesh, PartitionSpec()))
