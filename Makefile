@@ -10,6 +10,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
 
+# Bytecode halves the time of importing the sources and the tests, in each worker and each process that a test starts.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference lint types fuzz soak bench constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo

@@ -6,6 +6,7 @@ All imports count, also those inside functions and those for type checking. A pa
 """
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -58,7 +59,10 @@ def imports(path):
     return found
 
 
-IMPORTS = {name: imports(path) - {name} for name, path in MODULES.items()}
+@functools.cache
+def imports_of_all():
+    """Returns module -> the modules that it imports."""
+    return {name: imports(path) - {name} for name, path in MODULES.items()}
 
 
 def package_of(module):
@@ -68,7 +72,7 @@ def package_of(module):
 def package_graph():
     """Returns package -> the packages that it imports. `spmdkit` itself, which only lists names, is not one."""
     graph = {package_of(name): set() for name in MODULES if name}
-    for name, imported in IMPORTS.items():
+    for name, imported in imports_of_all().items():
         for other in imported:
             if name and other and package_of(other) != package_of(name):
                 graph[package_of(name)].add(package_of(other))
@@ -113,7 +117,7 @@ def test_packages_have_no_import_cycle():
 
 
 def test_files_have_no_import_cycle():
-    assert cycle(IMPORTS) is None
+    assert cycle(imports_of_all()) is None
 
 
 def test_the_package_has_at_most_30_names():
@@ -130,7 +134,7 @@ def test_architecture_md_lists_the_layers_of_the_code():
 
 @pytest.mark.parametrize("service", [name for name in SERVICES if (PACKAGE / name).exists()])
 def test_a_service_imports_no_other_service(service):
-    found = {(name, other) for name in MODULES if package_of(name) == service for other in IMPORTS[name]}
+    found = {(name, other) for name in MODULES if package_of(name) == service for other in imports_of_all()[name]}
     found = {(name, other) for name, other in found if package_of(other) in set(SERVICES) - {service}}
     within = lambda name, folder: f"{name}.".startswith(f"{folder}.")
     assert not {pair for pair in found if not any(within(pair[0], a) and within(pair[1], b) for a, b in ALLOWED)}
@@ -140,7 +144,7 @@ def test_a_service_imports_no_other_service(service):
 def test_an_island_imports_nothing_of_its_package(island, around):
     for name in MODULES:
         if name.startswith(f"{island}."):
-            outside = {o for o in IMPORTS[name] if package_of(o) == around and not o.startswith(island)}
+            outside = {o for o in imports_of_all()[name] if package_of(o) == around and not o.startswith(island)}
             assert not outside, f"{name} imports {outside}"
 
 

@@ -250,31 +250,31 @@ def unstacked(params, batch):
 
 
 WRONG = {
-    "closes over": (run_with(layer=closing), "layer closes over a traced array.*Pass it in the parameters or in rows"),
+    "closes over": ({"layer": closing}, "layer closes over a traced array.*Pass it in the parameters or in rows"),
     "changes dtype": (
-        run_with(layer=widening),
+        {"layer": widening},
         r"layer changes the activation: 'x' was float32.* and becomes bfloat16",
     ),
-    "rows with a gradient": (run_with(change=depending), r"rows hold float32\[\d+\] that depends on the parameters"),
-    "not stacked": (run_with(change=unstacked), "Every array has the layers as its first dim, all the same number"),
+    "rows with a gradient": ({"change": depending}, r"rows hold float32\[\d+\] that depends on the parameters"),
+    "not stacked": ({"change": unstacked}, "Every array has the layers as its first dim, all the same number"),
     "integers travel": (
-        run_with(embed=lambda table, rows: rows["tokens"]),
+        {"embed": lambda table, rows: rows["tokens"]},
         r"embed returned .*int32.*Leave what does not",
     ),
     "no rows": (
-        run_with(embed=lambda table, rows: table.sum()),
+        {"embed": lambda table, rows: table.sum()},
         "The first dim of every array of the activation is the rows",
     ),
-    "no mean": (run_with(head=lambda x, params, rows: x["balance"]), "head returned float32.*it returns sk.mean"),
+    "no mean": ({"head": lambda x, params, rows: x["balance"]}, "head returned float32.*it returns sk.mean"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_unsupported_layers_are_rejected_on_every_mesh(case):
-    task, message = WRONG[case]
+    functions, message = WRONG[case]
     for mesh in ({}, {"pipeline": 4, "data": 2}):
         with pytest.raises(ConfigError, match=message):
-            program_of(task, mesh=mesh)
+            program_of(run_with(**functions), mesh=mesh)
 
 
 def two_means(carry, params, rows):

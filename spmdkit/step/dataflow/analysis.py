@@ -116,8 +116,8 @@ def analyze(
     prime = next(p for p in PRIMES if all(d % p for d in sizes if d))
     multiple = prime * inputs.num  # divisible by what divides the batch: a loss may split its rows into chunks
     found = None
-    for num in (prime, multiple) if multiple <= LARGEST else (prime,):
-        usages = _usages(loss, inputs, bound, axes, needed, num, unique=True)
+    for num in dict.fromkeys((prime, multiple) if multiple <= LARGEST else (prime,)):
+        usages = _usages(loss, inputs, bound, axes, needed, num, unique=True, check=found is None)
         if usages is not None and not any(usage.mixed for usage in usages):
             return usages
         found = found or usages
@@ -132,8 +132,12 @@ def _usages(
     needed: Sequence[str],
     num: int,
     unique: bool,
+    check: bool = True,
 ) -> list[Usage] | None:
     """Returns how rows enter each result of a loss of `num` rows, or None if it cannot be traced.
+
+    Args:
+        check: whether to trace twice and compare the constants.
 
     Raises:
         ConfigError: a constant of the loss differs between two traces.
@@ -141,7 +145,7 @@ def _usages(
     traced, shapes = _traced(loss, inputs, bound, num)
     if traced is None:
         return None
-    again, _ = _traced(loss, inputs, bound, num)
+    again = _traced(loss, inputs, bound, num)[0] if check else None
     if again is not None:
         check_constants(traced, again)
     rows, replica = inputs.of_rows(num)
