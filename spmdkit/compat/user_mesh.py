@@ -45,17 +45,38 @@ def mesh_in_context(mesh: Mesh | None) -> Iterator[None]:
         states.device_context.set_local(concrete)
 
 
-def ignores_user_mesh(fn: F) -> F:
-    """Returns `fn`, in which a mesh that the caller set (`jax.set_mesh`) is not in context."""
+def ignores_user_settings(fn: F) -> F:
+    """Returns `fn`, in which a mesh that the caller set (`jax.set_mesh`) is not in context, and settings that are for
+    code outside of a compiled program have no effect: a transfer guard, and `jax_debug_nans` and `jax_debug_infs`,
+    which would end the process where `on_nonfinite` acts."""
 
     @functools.wraps(fn)
     def call(*args: Any, **options: Any) -> Any:
-        if jax.sharding.get_abstract_mesh().empty:
+        has_mesh, settings = not jax.sharding.get_abstract_mesh().empty, _settings_to_change()
+        if not has_mesh and not settings:
             return fn(*args, **options)
-        with mesh_in_context(None):
+        with contextlib.ExitStack() as stack:
+            if has_mesh:
+                stack.enter_context(mesh_in_context(None))
+            for setting in settings:
+                stack.enter_context(setting)
             return fn(*args, **options)
 
     return cast(F, call)
+
+
+_GUARDS = ("", "_host_to_device", "_device_to_device", "_device_to_host")
+
+
+def _settings_to_change() -> list[contextlib.AbstractContextManager[Any]]:
+    config: Any = jax.config
+    guards = [getattr(config, f"jax_transfer_guard{direction}") for direction in _GUARDS]
+    is_guarded = any(level not in (None, "allow", "log") for level in guards)
+    return [
+        *([jax.transfer_guard("allow")] if is_guarded else []),
+        *([jax.debug_nans(False)] if config.jax_debug_nans else []),
+        *([jax.debug_infs(False)] if config.jax_debug_infs else []),
+    ]
 
 
 def resolve_annotations(spec: ResolveSpec, sharding: ResolveSharding, named: Callable[[], Mesh | None]) -> None:

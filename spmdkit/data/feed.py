@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from spmdkit import data
+from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.errors import ConfigError
 from spmdkit.mesh.mesh import BATCH_AXES, canonical, count
 from spmdkit.step.row_order import RowOrder
@@ -94,6 +95,7 @@ class Feed:
         pick: Callable[[Any], np.ndarray] = lambda x: np.asarray(x)[self._positions]
         return self._place(data.HostBatch(jax.tree.map(pick, examples), None if mask is None else pick(mask)))
 
+    @ignores_user_settings
     def _place(self, local: Any) -> Batch:
         """Returns the global batch from this process's rows `local`."""
         mask = local.mask

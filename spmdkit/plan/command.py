@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmdkit.cluster import detect_cluster, join
-from spmdkit.compat.user_mesh import ignores_user_mesh
+from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, load_config, replace_keys, to_short_yaml
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
@@ -110,7 +110,7 @@ def make_plan(config: Config, target: str | None = None) -> Document:
     return plan_on(config, choose_target(config, target))
 
 
-@ignores_user_mesh
+@ignores_user_settings
 def plan_on(config: Config, machine: Target) -> Document:
     """Returns the plan of a config on an opened target, with measured rates if there are any."""
     machine, call_s = with_measured(machine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -200,6 +201,15 @@ def _some(by_dtype: dict[str, list[str]]) -> str:
     return "; ".join(f"{', '.join(paths[:4])}{more(paths)} ({dtype})" for dtype, paths in by_dtype.items())
 
 
+def check_jit() -> None:
+    """Raises ConfigError if compilation is disabled."""
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise ConfigError(
+            "jax_disable_jit is set. A step is one compiled program over the mesh, and cannot run without compilation. "
+            "Remove it (JAX_DISABLE_JIT, jax.config), and print with jax.debug.print, or call your function directly."
+        )
+
+
 def check_precision(config: Config) -> None:
     """Raises ConfigError if the config requests 64-bit types that JAX has disabled."""
     wide = [name for name, dtype in config.precision if dtype == "float64"]
@@ -259,7 +269,8 @@ def _reporting(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTr
     than optax requires."""
 
     def init(params: Any) -> Any:
-        state = call_user(lambda: inner.init(params), "the optimizer's init", is_model=False)
+        with _optax_promotion():
+            state = call_user(lambda: inner.init(params), "the optimizer's init", is_model=False)
         for path, leaf in named_leaves(state):
             if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
                 raise UserCodeError(
@@ -270,7 +281,8 @@ def _reporting(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTr
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         what = "the optimizer's update (or its schedule)"
-        result = call_user(lambda: inner.update(grads, state, params, **extra), what, is_model=False)
+        with _optax_promotion():
+            result = call_user(lambda: inner.update(grads, state, params, **extra), what, is_model=False)
         if not isinstance(result, tuple) or len(result) != 2:
             raise UserCodeError(
                 f"the optimizer's update returned {type(result).__name__}. It must return (updates, state), as in "
@@ -288,6 +300,13 @@ def _reporting(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTr
         return result
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _optax_promotion() -> contextlib.AbstractContextManager[Any]:
+    """Context of an optimizer: optax (0.2.8) counts steps in int32 and multiplies them with floats, which
+    `jax_numpy_dtype_promotion=strict` refuses."""
+    standard: contextlib.AbstractContextManager[Any] = jax.numpy_dtype_promotion("standard")
+    return standard
 
 
 def recorded(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from spmdkit.cluster import Cluster, ClusterSpec, detect_cluster, join
-from spmdkit.compat.user_mesh import ignores_user_mesh
+from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, check_batch, load_config, replace_keys
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import mesh
@@ -19,7 +19,7 @@ from spmdkit.program.program import Program
 from spmdkit.program.task import Task, load_hooks, load_task
 
 
-@ignores_user_mesh
+@ignores_user_settings
 def build(
     config: Config | str | Path,
     task: Task | None = None,

@@ -23,7 +23,7 @@ from spmdkit import compat, data
 from spmdkit.communication.reducers.base import Reducer
 from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.compat import callbacks
-from spmdkit.compat.user_mesh import ignores_user_mesh
+from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
@@ -38,7 +38,7 @@ from spmdkit.program.eval_params import eval_params_of
 from spmdkit.program.evaluation import Evaluator, check_best
 from spmdkit.program.explain import explain
 from spmdkit.program.feeds import Feeds, check_rows, limited, open_feeds
-from spmdkit.program.init_state import abstract_init, check_precision, input_notes, with_user_state
+from spmdkit.program.init_state import abstract_init, check_jit, check_precision, input_notes, with_user_state
 from spmdkit.program.phases import Phase
 from spmdkit.program.row_table import Row, row_table, row_warnings
 from spmdkit.program.state_layout import place_state, state_groups, to_device
@@ -70,8 +70,9 @@ class Program:
         probe_padding: whether the first step and evaluation check that padding rows do not count.
     """
 
-    @ignores_user_mesh
+    @ignores_user_settings
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device], probe_padding: bool = True):
+        check_jit()
         self.config = config
         self.probe_padding, self._probed = probe_padding, False
         self.compile_log, self.checks = list[str](), StepChecks(None, None)
@@ -211,19 +212,19 @@ class Program:
         self.layout, self.state_sharding, self.abstract_state, _ = self._task_step.state
 
     @functools.cached_property
-    @ignores_user_mesh
+    @ignores_user_settings
     def traced(self) -> jax.stages.Traced:
         """The step traced on its shardings, with its jaxpr; can be lowered."""
         return self._task_step.trace(self._step_context) if self._traced is None else self._traced
 
     @functools.cached_property
-    @ignores_user_mesh
+    @ignores_user_settings
     def lowered(self) -> jax.stages.Lowered:
         """The step as passed to the compiler."""
         return self.traced.lower()  # type: ignore[no-any-return]
 
     @functools.cached_property
-    @ignores_user_mesh
+    @ignores_user_settings
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step `(state, batch) -> (state, metrics, checks)`. The state is donated."""
         with compile_log.capture() as self.compile_log:
@@ -301,7 +302,7 @@ class Program:
         """Returns everything that was applied to the step, in order, with reasons: one line each. Compiles nothing."""
         return explain(self._task_step, self._step_context, self._refused, self.row_table, self.notes)
 
-    @ignores_user_mesh
+    @ignores_user_settings
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The input state is donated.
 
@@ -394,7 +395,7 @@ class Program:
 
     # ---- arrays
 
-    @ignores_user_mesh
+    @ignores_user_settings
     def init(self) -> TrainState:
         """Returns the state before the first step. Each leaf is created with its sharding; bitwise the same on every
         mesh."""
@@ -412,7 +413,7 @@ class Program:
         return leaves
 
     @functools.cached_property
-    @ignores_user_mesh
+    @ignores_user_settings
     def lowered_init(self) -> jax.stages.Lowered:
         """The program that creates the state before the first step, key -> state, as passed to the compiler."""
         return jax.jit(self._create_state, out_shardings=self.state_sharding).lower(jax.random.key(self.config.seed))
@@ -485,14 +486,14 @@ class Program:
     def _compiled_eval_params(self) -> Any:
         return jax.jit(lambda current: self._params_to_evaluate(self._one_copy(current)))
 
-    @ignores_user_mesh
+    @ignores_user_settings
     def eval_params(self, current: TrainState) -> Any:
         """Returns the parameters that are evaluated, on the devices: of `eval.params`, `Task.eval_params` or the
         optimizer; one copy for all groups."""
         check_not_donated(current, "program.eval_params")
         return self._compiled_eval_params(current)
 
-    @ignores_user_mesh
+    @ignores_user_settings
     def eval(self, current: TrainState) -> dict[str, Any]:
         """Returns the metrics over the full evaluation set, of any size: numbers, and arrays of `sk.bincount`. Waits
         for the device."""

@@ -17,7 +17,7 @@ import jax
 
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster
-from spmdkit.compat.user_mesh import ignores_user_mesh
+from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, load_config
 from spmdkit.errors import CheckpointError, Preempted
 from spmdkit.faults import StopSignals, Watchdog, exit_process, report_and_exit, run_watchdog
@@ -67,7 +67,7 @@ class Result:
         return self.run.last_evaluation
 
 
-@ignores_user_mesh
+@ignores_user_settings
 def train(
     config: Config | str | Path,
     cluster: Cluster | None = None,
@@ -249,7 +249,7 @@ def open_on_all_processes(
     )
 
 
-@ignores_user_mesh
+@ignores_user_settings
 def evaluate(
     config: Config, cluster: Cluster, task: Task | None = None, step: int | None = None, best: bool = False
 ) -> tuple[int, dict[str, Any]]:

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config
 from spmdkit.data import DeviceBatches
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
@@ -62,6 +63,7 @@ _open: list[ScriptRun] = []
 _failure: list[BaseException] = []  # the error that ended the last run
 
 
+@ignores_user_settings
 def start_run(train_step: Callable[..., Any], state: Any, *, steps: int, **settings: Any) -> ScriptRun:
     """Starts the run of a script, from the newest checkpoint in its run directory or from `state`.
 
@@ -237,6 +239,7 @@ class ScriptRun:
             returned[i] = part
         return type(results)(returned) if type(results) in (tuple, list) else returned[0]
 
+    @ignores_user_settings
     def _code(self, step: int, metrics: Mapping[str, jax.Array]) -> jax.Array | None:
         """Returns the code of non-finite metrics at a log step (step/finite_check.py)."""
         if not self._run.is_log_step(step):
@@ -248,6 +251,7 @@ class ScriptRun:
                 bits |= finite_check.KINDS[kind]
         return jnp.asarray(np.int32(bits))
 
+    @ignores_user_settings
     def _perform(self, decision: Decision) -> None:
         """Performs the actions of hooks. Raises Preempted if the run stops before its last step and is saved."""
         if decision is NOTHING:
@@ -268,6 +272,7 @@ class ScriptRun:
             if stop.code:
                 finish(run, new, stop, self._cache)
 
+    @ignores_user_settings
     def _fields(self, step: int) -> TrainState:
         return self._program.fields(self._parts, step)
 
@@ -281,6 +286,7 @@ class ScriptRun:
         for note in self._program.notes:
             self._run.message(f"note: {note}")
 
+    @ignores_user_settings
     def _start_plan(self) -> None:
         run = self._run
         if not self._program.can_plan:
@@ -293,6 +299,7 @@ class ScriptRun:
 
     # ---- the end
 
+    @ignores_user_settings
     def close(self) -> None:
         """Saves the last state, and writes the records and the report. Does nothing if the run has ended.
 
@@ -323,6 +330,7 @@ class ScriptRun:
         self._wait_for_plan()
         finish(run, current, self._stop, self._cache)
 
+    @ignores_user_settings
     def _end(self, error: BaseException | None) -> None:
         """Closes the records of the run, and restores the signal handlers."""
         if self._is_closed:

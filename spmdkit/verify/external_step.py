@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.cluster import detect_cluster, join
-from spmdkit.compat.user_mesh import ignores_user_mesh
+from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.jaxprs import equations
 from spmdkit.foundation.trees import canonical_dtype, is_key, named_leaves
@@ -91,7 +91,7 @@ def _format_case(case: Mapping[str, Any]) -> Iterator[str]:
         yield f"  repair: {diagnosis['repair']}"
 
 
-@ignores_user_mesh
+@ignores_user_settings
 def verify_step(
     make: Make | Callable[..., Any],
     *,

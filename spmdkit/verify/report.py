@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spmdkit.compat.user_mesh import ignores_user_mesh
+from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, parameter_server
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.foundation import plugins
@@ -61,7 +61,7 @@ def run_verify(config: Config, options: VerifyOptions, *, as_json: bool) -> int:
     return 0 if report["passed"] else 1
 
 
-@ignores_user_mesh
+@ignores_user_settings
 def verify_config(config: Config, options: VerifyOptions, print_line: Log = lambda text: None) -> Report:
     """Returns the report on a config: cases, skipped cases, mutants, tolerances, and `passed`.
 

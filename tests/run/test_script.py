@@ -61,6 +61,19 @@ def _folder(tmp_path, monkeypatch):
         run.__exit__(ValueError, ValueError("left open"), None)
 
 
+@pytest.fixture
+def updated():
+    before = {}
+
+    def update(name, value):
+        before.setdefault(name, getattr(jax.config, name))
+        jax.config.update(name, value)
+
+    yield update
+    for name, value in before.items():
+        jax.config.update(name, "allow" if value is None else value)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_script_changes_at_most_ten_lines(name):
     before, after = (_lines(SCRIPTS / f"{name}{suffix}.py") for suffix in ("", "_run"))
@@ -267,6 +280,23 @@ def test_a_loss_that_is_not_finite_ends_a_script():
         for _ in range(3):
             state, _ = run.step(state, np.full((4, 8), np.inf, np.float32))
     assert read_lines(Path("run/events.jsonl"))[-1]["code"] == 77
+
+
+@pytest.mark.parametrize(
+    "setting", [("jax_transfer_guard", "disallow"), ("jax_debug_nans", True), ("jax_disable_jit", True)], ids=str
+)
+def test_settings_of_jax_apply_to_the_step_alone(setting, updated):
+    put = lambda x: jax.device_put(x, jax.devices()[0])
+    state = jax.tree.map(put, first_state())
+    expected = train_step(train_step(state, put(np.ones((4, 8), np.float32)))[0], put(np.ones((4, 8), np.float32)))[0]
+    updated(*setting)
+    run = start(state, steps=2, checkpoint={"every_steps": 1})
+    for _ in range(2):
+        run.step(run.state, put(np.ones((4, 8), np.float32)))
+    run.close()
+    restored = start(state, steps=2).state
+    updated("jax_transfer_guard", "allow")
+    np.testing.assert_allclose(restored["params"], expected["params"], rtol=1e-6)
 
 
 def test_an_error_of_a_script_saves_its_last_step():
