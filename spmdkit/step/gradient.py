@@ -28,6 +28,7 @@ from spmdkit.step import leaf_roles, rng, trace_context
 from spmdkit.step.accumulator import LossFacts, Sums
 from spmdkit.step.checks.return_values import checked_loss, checked_metrics
 from spmdkit.step.dataflow.analysis import ANALYZED_REPLICAS, Inputs, Usage, analyze
+from spmdkit.step.dataflow.cotangent import needs_scale
 from spmdkit.step.lowering import as_local, constrain, map_replicas
 from spmdkit.step.metrics.aggregates import Bincount, Derived, Max
 from spmdkit.step.metrics.base import Metric, empty_parts, merge_trees
@@ -88,7 +89,7 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         _check_differentiable(params, roles)
         usages = _analysis(loss_fn, len(args) == 3, context, params, model_state, batch, key)
         kinds = _state_reductions(context, model_state, usages) if len(args) == 3 else {}
-        local = _local_gradient(loss_fn, len(args) == 3, context, key)
+        local = _local_gradient(loss_fn, len(args) == 3, context, key, usages)
         trained = leaf_roles.select(params, lambda path: path not in roles)
         call = Call(context.slots.take(_gradient_shapes(context, trained)), key)
         sums, new_state, reducer_state = map_replicas(context, local, params, model_state, batch, kinds, call)
@@ -158,7 +159,9 @@ def _microbatch_loss(loss_fn: Loss, stateful: bool, context: Context, key: Any) 
     return one_microbatch
 
 
-def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -> Callable[..., Any]:
+def _local_gradient(
+    loss_fn: Loss, stateful: bool, context: Context, key: Any, usages: Sequence[Usage]
+) -> Callable[..., Any]:
     """Returns the function of one replica: sums over its microbatches, without communication."""
     one_microbatch = _microbatch_loss(loss_fn, stateful, context, key)
 
@@ -184,8 +187,13 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -
             loss_of: Callable[[Any], Any] = lambda part: body(whole_params(part), state, rows, mask, index, micro)
             primals, pull, (loss, metrics, new_state, facts), depends = _vjp(loss_of, moving)
             if divided is None:
-                trace = lambda: jax.make_jaxpr(lambda part: loss_of(part)[0])(moving)
-                divided = overwrites or divides_first(context, loss, trace)
+
+                def scaled() -> bool:
+                    if usages:  # the first is that of the loss
+                        return usages[0].needs_scale
+                    return needs_scale(jax.make_jaxpr(lambda part: loss_of(part)[0])(moving))
+
+                divided = overwrites or divides_first(context, loss, scaled)
             parts: Any = microbatch_gradients(context, loss, divided, whole, primals, pull, depends)
             new_values = dict[str, Max]()
             if roles:

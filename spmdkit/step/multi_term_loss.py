@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,17 +26,12 @@ import numpy as np
 from jax import lax
 
 from spmdkit import compat
-from spmdkit.foundation import jaxprs
 from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import trace_context
+from spmdkit.step.dataflow.cotangent import has_small_range
 from spmdkit.step.lowering import as_local
 from spmdkit.step.metrics.mean import Mean, Means
-from spmdkit.step.reducer_io import PACKAGE
 from spmdkit.step.trace_context import Context
-
-_JAX = Path(jax.__file__).parent
-_LINEAR = (PACKAGE, str(_JAX / "experimental/pallas/ops"), str(_JAX / "_src/cudnn/fused_attention"))
-"""Files and folders with backward rules that are linear in their cotangent."""
 
 
 def terms(loss: Mean | Means) -> Means:
@@ -45,32 +39,15 @@ def terms(loss: Mean | Means) -> Means:
     return loss if isinstance(loss, Means) else Means((loss,))
 
 
-def divides_first(context: Context, loss: Mean | Means, trace: Callable[[], Any]) -> bool:
+def divides_first(context: Context, loss: Mean | Means, needs_scale: Callable[[], bool]) -> bool:
     """Returns whether the loss is pulled back with 1 / count of the full batch, not divided after the reduction.
 
-    `trace` returns the jaxpr of one microbatch's loss.
+    `needs_scale` returns whether the gradient of one microbatch's loss depends on the scale of its cotangent.
     """
     if isinstance(loss, Means) or isinstance(loss.count, np.floating):
         return True
     reduced = context.options.reduce_dtype
-    return (reduced is not None and _is_narrow(reduced)) or _needs_scale(trace())
-
-
-def _needs_scale(jaxpr: Any) -> bool:
-    """Returns whether the gradient depends on the scale of its cotangent: a `custom_vjp` of the user, or a dtype with a
-    smaller range than float32."""
-    for eqn in jaxprs.equations(jaxpr):
-        if eqn.primitive.name == "custom_vjp_call":
-            source = eqn.params["call_jaxpr"].jaxpr.debug_info.func_filename or ""
-            if not source.startswith(_LINEAR):
-                return True
-        if any(_is_narrow(var.aval.dtype) for var in (*eqn.invars, *eqn.outvars) if hasattr(var.aval, "dtype")):
-            return True
-    return False
-
-
-def _is_narrow(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp
+    return (reduced is not None and has_small_range(reduced)) or needs_scale()
 
 
 def over_replicas(context: Context, loss: Means, with_sums: bool) -> Means:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.support.environment import environment_of_a_user
+from tests.support.forks import Process
 from tests.support.messages import assert_parts
 
 pytestmark = pytest.mark.processes
@@ -101,12 +102,13 @@ def test_separate_models_in_one_job_are_rejected(folder):
     assert_parts(output, "the job has 2 processes", found="JAX has joined 1", repair="cluster: {environment: none}")
 
 
-def test_processes_reject_different_contents_of_shared_rows(folder):
-    noisy = ("train", "run.yaml", "task=task.py:noisy", "checkpoint=null")
-    code, output = launch(folder, *noisy, "mesh={tensor: 2}", "layout={rules: [[w, [tensor]]]}")
-    assert code == 78, output
+def test_processes_reject_different_contents_of_shared_rows(folder, forks):
+    noisy = ["train", "run.yaml", "task=task.py:noisy", "checkpoint=null"]
+    shared = [*noisy, "mesh={tensor: 2}", "layout={rules: [[w, [tensor]]]}"]
+    refused, _ = forks.together([Process(shared, folder)] * 2)
+    assert refused.code == 78, refused.output
     parts = {"found": "several of the 2 processes hold the same rows", "repair": "np.random.default_rng(i)"}
-    assert_parts(output, "train_data: rows differ each time they are read", **parts)
-    code, output = launch(folder, *noisy)  # each process has its own rows
-    assert code == 0, output
-    assert output.count("a resumed run is not bitwise identical") == 1
+    assert_parts(refused.output, "train_data: rows differ each time they are read", **parts)
+    ended = forks.together([Process(noisy, folder)] * 2)  # each process has its own rows
+    assert [process.code for process in ended] == [0, 0], ended
+    assert sum(process.output.count("a resumed run is not bitwise identical") for process in ended) == 1

@@ -117,7 +117,9 @@ def _one_stage(
 ) -> Any:
     """Returns (loss, metrics) of the unpipelined model: a scan over the layers. `stack` is [L, ...]."""
     rows, embed = example_rows.data, model.embed
-    model, _ = checked(model, context, embed_params, jax.tree.map(lambda w: w[0], stack), head_params, example_rows)
+    if context.sharding.mesh is not None:  # not in the analysis of a step: the trace of the step itself checks
+        weights = jax.tree.map(lambda w: w[0], stack)
+        model, _ = checked(model, context, embed_params, weights, head_params, example_rows)
     x = layers_in_order(lambda x, w: model.layer(x, w, rows), 0, embed(embed_params, rows), stack)
     return model.head(x, head_params, rows)
 

@@ -20,6 +20,7 @@ from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.step.dataflow.constants import check_constants
+from spmdkit.step.dataflow.cotangent import needs_scale
 from spmdkit.step.dataflow.flow import NONE, Flow
 from spmdkit.step.dataflow.keys import key_uses
 from spmdkit.step.dataflow.walk import flows_of
@@ -61,6 +62,7 @@ class Usage:
         counted: whether a leaf depends on the number of rows only.
         inexact: whether a leaf is a float.
         unchanged: whether the loss returns a leaf of the model state as it was.
+        needs_scale: whether the gradient of a loss depends on the scale of its cotangent.
     """
 
     what: Literal["loss", "metric", "model state", "evaluation metric"]
@@ -76,6 +78,7 @@ class Usage:
     counted: bool = False
     inexact: bool = False
     unchanged: bool = False
+    needs_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def _usages(
     if keys.problem:
         raise ConfigError(keys.problem)
     loss_usages = [] if shapes[0] is None else [_usage("loss", "", shapes[0], loss_flows)]
-    usages = [replace(usage, keys=keys.text) for usage in loss_usages]
+    usages = [replace(usage, keys=keys.text, needs_scale=needs_scale(traced)) for usage in loss_usages]
     usages += [_usage("metric", name, shapes[1][name], metric_flows[name]) for name in shapes[1]]
     leaves = named_leaves(shapes[2])
     if leaves:
