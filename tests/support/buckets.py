@@ -13,6 +13,13 @@ from pathlib import Path
 PACKAGES = ("gcsfs", "s3fs", "moto", "gcp_storage_emulator")
 BUCKET = "bucket-one"
 
+EMULATOR = """
+from http.server import HTTPServer
+from gcp_storage_emulator.__main__ import main
+HTTPServer.request_queue_size = 128  # 5 otherwise: fewer than a save has open
+main()
+"""
+
 
 class CutOff(BaseException):
     """Simulates a kill: spmdkit code does not catch it."""
@@ -120,7 +127,9 @@ def server(scheme: str):
     url = f"http://127.0.0.1:{port}"
     if scheme == "gs":
         command = [
-            home / "gcp-storage-emulator",
+            sys.executable,
+            "-c",
+            EMULATOR,
             "start",
             "--host=127.0.0.1",
             f"--port={port}",
@@ -130,6 +139,7 @@ def server(scheme: str):
         env = {
             "STORAGE_EMULATOR_HOST": url,
             "TENSORSTORE_GCS_HTTP_URL": url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",  # otherwise tensorstore asks the metadata server of a cloud
             "GCSFS_DEFAULT_PROJECT": "x",
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # queries another service for the type of a bucket
         }
