@@ -1,8 +1,8 @@
 """The layout: the sharding of every leaf of the train state, with a reason. A printable table.
 
 The first match decides the placement of a leaf:
-  1. a rule of the config, 2. a rule of the task, 3. metadata of linen or nnx on the leaf,
-  4. `fsdp: auto`, the largest dim that the fsdp axis divides, above a minimum size; 5. replicated on every device.
+  1. a rule of the config, 2. a rule of the task, 3. metadata of linen or nnx on the leaf, 4. a sharding constraint in
+  `init`, 5. `fsdp: auto`, the largest dim that the fsdp axis divides, above a minimum size; 6. replicated.
 
 ZeRO stages (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section
 5) define what the fsdp axis shards: 1 the optimizer state, 2 also the gradients, 3 also the parameters.
@@ -19,16 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import LOGICAL_AXES
 from spmdkit.foundation.formatting import columns, format_bytes, nearest, shown, shown_axes
-from spmdkit.foundation.trees import describe, leaf_bytes, named_leaves, path_name
-from spmdkit.mesh.mesh import AXES, canonical, count, dim_axes, spec_axes
+from spmdkit.foundation.trees import describe, leaf_bytes, named_leaves
+from spmdkit.mesh.annotations import Annotations, Dim, Rules, model_annotations
+from spmdkit.mesh.mesh import AXES, MODEL_AXES, canonical, count, dim_axes, spec_axes
 
-Dim = str | Sequence[str] | None
 Rule = tuple[str, Sequence[Dim]]
 
 
@@ -64,17 +63,20 @@ class LayoutOptions:
 
     config_rules: tuple[Rule, ...] = ()
     task_rules: tuple[Rule, ...] = ()
+    annotations: Annotations = field(default_factory=Annotations)
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: logical_axes({}))
     fsdp: str = "auto"
     min_shard_bytes: int = 2**14
     replicate_above_bytes: int = 2**27
 
 
-def logical_axes(own: Mapping[str, Dim]) -> dict[str, tuple[str, ...]]:
-    """Returns name of a dim -> mesh axes: first the mesh axes under their names, then the defaults, then the config;
-    later entries override."""
+def logical_axes(*rows: Mapping[str, Dim] | Rules) -> dict[str, tuple[str, ...]]:
+    """Returns name of a dim -> mesh axes: first the mesh axes under their names, then the defaults, then `rows` in
+    order (the config's roles, flax's rules, `layout.axes`); later entries override."""
     table = {axis: (axis,) for axis in AXES} | dict(LOGICAL_AXES)
-    return table | {n: (v,) if isinstance(v, str) else tuple(v or ()) for n, v in own.items()}
+    for part in rows:
+        table |= {n: dim_axes(v) for n, v in (part.items() if isinstance(part, Mapping) else reversed(part))}
+    return table
 
 
 def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> list[LeafPlacement]:
@@ -91,7 +93,8 @@ def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> li
     leaves = named_leaves(params)
     by_config = _match(options.config_rules, leaves, "layout.rules")
     by_task = _match(options.task_rules, leaves, "the task's rules")
-    named = {path: (dims, "metadata of the model") for path, dims in model_annotations(params).items()}
+    named = _constraints(options.annotations, leaves, sizes)
+    named |= model_annotations(params, options.annotations.rules)
     named |= {path: (dims, f"task rule '{pattern}'") for path, (pattern, dims) in by_task.items()}
     named |= {path: (dims, f"rule '{pattern}'") for path, (pattern, dims) in by_config.items()}
     placements = []
@@ -110,6 +113,20 @@ def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> li
                 )
         placements.append(LeafPlacement(path, tuple(leaf.shape), leaf.dtype, spec, "device", reason))
     return placements
+
+
+def _constraints(
+    annotations: Annotations, leaves: Sequence[tuple[str, Any]], sizes: Mapping[str, int]
+) -> dict[str, tuple[Sequence[Dim], str]]:
+    """Returns path -> (dims, reason) of the constraints in `init` that shard a leaf evenly over model axes."""
+    named: dict[str, tuple[Sequence[Dim], str]] = {}
+    for path, leaf in leaves:
+        constraint = annotations.constraints.get(path, ())
+        spec = canonical([tuple(a for a in dim_axes(dim) if a in MODEL_AXES) for dim in constraint], sizes)
+        parts = [count(sizes, dim_axes(dim)) for dim in spec]
+        if parts and not any(length % num for length, num in zip(leaf.shape, parts, strict=False)):
+            named[path] = ([*spec, *[None] * (len(leaf.shape) - len(spec))], "a sharding constraint in init")
+    return named
 
 
 def _match(rules: Sequence[Rule], leaves: Sequence[tuple[str, Any]], where: str) -> dict[str, Rule]:
@@ -226,30 +243,6 @@ def follow(
         kind = memory_kind if len(leaf.shape) else "device"
         result.append(LeafPlacement(path, tuple(leaf.shape), leaf.dtype, spec, kind, reason))
     return result
-
-
-def model_annotations(params: Any) -> dict[str, Sequence[Dim]]:
-    """Returns path -> dim names for the leaves with metadata of the model (`nn.with_partitioning`,
-    `nnx.with_partitioning`)."""
-    dim_names: dict[str, Sequence[Dim]] = {}
-    for path, box in jax.tree.leaves_with_path(params, is_leaf=lambda x: _names_of(x) is not None):
-        if (names := _names_of(box)) is not None:
-            dim_names |= {path_name((*path, *inner)): tuple(names) for inner, _ in jax.tree.leaves_with_path(box)}
-    return dim_names
-
-
-def _names_of(x: Any) -> Sequence[Dim] | None:
-    """Returns the dim names of a linen `Partitioned` box or an nnx `Variable`, without importing flax."""
-    if hasattr(x, "get_partition_spec") and isinstance(getattr(x, "names", None), tuple):
-        dim_names: tuple[Dim, ...] = x.names
-        return dim_names
-    if hasattr(x, "get_metadata"):
-        metadata = x.get_metadata()
-        for key in ("sharding_names", "out_sharding", "sharding"):
-            names = metadata.get(key) if isinstance(metadata, Mapping) else None
-            if isinstance(names, (tuple, PartitionSpec)) and any(n is not None for n in names):
-                return tuple(names)
-    return None
 
 
 def check_axes_used(placements: Sequence[LeafPlacement], sizes: Mapping[str, int]) -> None:

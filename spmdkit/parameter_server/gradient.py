@@ -64,7 +64,7 @@ def check_task(config: Config, task: Task) -> None:
             f"sync: parameter_server: the task or the config has hooks ({task.hooks[0].name}). They run around the "
             "steps of one program, and here each worker has its own. Remove them, or use sync: every_step."
         )
-    _, _, state, _ = abstract_init(task, config)
+    state = abstract_init(task, config).state
     if keys := [path for path, leaf in named_leaves(state) if is_key(leaf)]:
         raise ConfigError(
             f"sync: parameter_server: the model state has typed random keys ('{keys[0]}'), which cannot be sent. Use "

@@ -33,7 +33,7 @@ class Roles:
     def __init__(self, config: Config, task: Task):
         check_task(config, task)
         self.config, self.task, self.options = config, task, options(config)
-        self._params = abstract_init(task, config)[1]
+        self._params = abstract_init(task, config).params
         self.optimizer = server_optimizer(config, task)
         partition = self.options.partition
         rules = partition if isinstance(partition, str) else partition.rules

@@ -72,7 +72,7 @@ def evaluated_arrays(
     Args:
         mean: reduces [groups, ...] to [...]; None without groups.
     """
-    init, *_ = abstract_init(task, config)
+    init = abstract_init(task, config).init
     optimizer = optimizer_of(config, task)
 
     def create(key: jax.Array) -> TrainState:

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,14 @@ from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.formatting import nearest
 from spmdkit.foundation.trees import canonical_dtype, common_dtype, is_narrow, named_leaves, path_name
 from spmdkit.foundation.user_code import call_user
+from spmdkit.mesh.annotations import (
+    Annotations,
+    Rules,
+    constrained_outputs,
+    describe_rules,
+    joined,
+    rules_in_context,
+)
 from spmdkit.mesh.layout import logical_axes
 from spmdkit.mesh.mesh import make_mesh, resolve
 from spmdkit.program.task import Task, check_arity
@@ -43,22 +51,75 @@ class _Dtypes:
     of_leaves: tuple[tuple[str, Any], ...]
 
 
-def _context(config: Config, mesh: Mesh | None) -> trace_context.Context:
+class AbstractInit(NamedTuple):
+    """What `init` returns, before any array exists.
+
+    Attributes:
+        init: `init` that always returns `Initial`, with parameters in `precision.params`.
+        params, state: the abstract parameters and model state.
+        annotations: shardings that the user's code names.
+        notes: notes for the user.
+    """
+
+    init: Callable[[jax.Array], Initial]
+    params: Any
+    state: Any
+    annotations: Annotations
+    notes: list[str]
+
+
+def _call_init(task: Task, key: jax.Array) -> Any:
+    if task.sharding != "explicit":
+        try:
+            return task.init(key)
+        except Exception as error:
+            if not needs_explicit_axes(error):
+                raise
+    return jax.sharding.explicit_axes(task.init, in_sharding=(PartitionSpec(),))(key)
+
+
+def _traced(init: Callable[[jax.Array], Any], config: Config, mesh: Mesh | None) -> tuple[Any, trace_context.Context]:
+    """Returns (the abstract result of `init`, the context of its trace).
+
+    flax's rules in this context are those of the user. Without any, they are the table of logical axes, since nnx
+    (flax 0.12.8) shards a variable when it is created, and no rules if `init` raises under the table.
+    """
     sharding = trace_context.ShardingSpec(mesh=mesh or make_mesh(resolve({}, 1), jax.devices()[:1]), roles=config.roles)
-    return trace_context.Context(
-        sharding, trace_context.StepOptions(logical_axes=logical_axes({**config.roles, **config.layout.axes}))
-    )
+    user = joined(rules_in_context(), config.roles, config.layout.axes)
+    table = logical_axes(config.roles, user, config.layout.axes)
+    choices: list[Rules] = [user] if user else [tuple(table.items()), ()]
+    choices = choices if "flax" in sys.modules else [()]
+    for rules in choices:
+        context = trace_context.Context(sharding, trace_context.StepOptions(logical_axes=table, flax_rules=rules))
+
+        def traced(key: jax.Array, context: trace_context.Context = context) -> Any:
+            with trace_context.tracing(context):
+                return init(key)
+
+        try:
+            return call_user(functools.partial(jax.eval_shape, traced, jax.random.key(config.seed)), "init"), context
+        except UserCodeError:
+            if rules == choices[-1]:
+                raise
+    raise AssertionError
 
 
-def _call_init(task: Task, context: trace_context.Context, key: jax.Array) -> Any:
-    with trace_context.tracing(context):
-        if task.sharding != "explicit":
-            try:
-                return task.init(key)
-            except Exception as error:
-                if not needs_explicit_axes(error):
-                    raise
-        return jax.sharding.explicit_axes(task.init, in_sharding=(PartitionSpec(),))(key)
+def _rules_of(context: trace_context.Context, config: Config) -> Rules:
+    """Returns the user's rules during the trace of `init`, with the rows of `layout.axes`; empty if there are none.
+
+    Raises:
+        ConfigError: the rules contradict `layout.axes` or each other.
+    """
+    around = context.options.flax_rules
+    inside = sorted(context.usage.flax_rules - {around, ()}, key=str)  # of a `with` in `init`
+    if len(inside) > 1:
+        raise ConfigError(
+            f"init uses two sets of logical axis rules of flax: {describe_rules(inside[0])}, and "
+            f"{describe_rules(inside[1])}. The layout has one. Use the same rules for all parameters."
+        )
+    if inside:
+        return joined(inside[0], config.roles, config.layout.axes)
+    return around if rules_in_context() else ()
 
 
 def with_user_state(task: Task, config: Config, mesh: Mesh) -> Task:
@@ -71,10 +132,7 @@ def with_user_state(task: Task, config: Config, mesh: Mesh) -> Task:
     if task.train_step is None or (task.state is None and "flax" not in sys.modules):
         return task
 
-    def init(key: jax.Array) -> Any:
-        return _call_init(task, _context(config, mesh), key)
-
-    abstract = call_user(lambda: jax.eval_shape(init, jax.random.key(config.seed)), "init")
+    abstract, _ = _traced(functools.partial(_call_init, task), config, mesh)
     if (view := view_of(abstract, task.state)) is None:
         return task
     if task.is_manual:
@@ -99,11 +157,8 @@ def with_user_state(task: Task, config: Config, mesh: Mesh) -> Task:
     )
 
 
-def abstract_init(
-    task: Task, config: Config, mesh: Mesh | None = None
-) -> tuple[Callable[[jax.Array], Initial], Any, Any, list[str]]:
-    """Returns (`init` that always returns `Initial`, with parameters in `precision.params`; abstract parameters;
-    abstract model state; notes).
+def abstract_init(task: Task, config: Config, mesh: Mesh | None = None) -> AbstractInit:
+    """Returns what `init` returns, traced.
 
     Args:
         mesh: the mesh of bare `PartitionSpec`s in `init`; default: of one device.
@@ -112,10 +167,8 @@ def abstract_init(
         ConfigError: `init` returns no arrays, or arrays that cannot be trained or saved.
     """
 
-    context = _context(config, mesh)
-
     def init(key: jax.Array) -> tuple[Initial, _Dtypes]:
-        out = _call_init(task, context, key)
+        out = _call_init(task, key)
         variables = out if isinstance(out, Initial) else Initial(*(out if isinstance(out, Variables) else (out,)))
         for path, leaf in named_leaves(variables):
             if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
@@ -127,13 +180,14 @@ def abstract_init(
         return narrowed, _Dtypes(tuple((path, leaf.dtype) for path, leaf in named_leaves(variables)))
 
     def init_as_stored(key: jax.Array) -> Initial:
-        variables, _ = init(key)
+        with trace_context.tracing(context):
+            variables, _ = init(key)
         if variables.opt_state is not None:  # of a step with its own optimizer
             return variables
         stored = lambda path, x: x if _is_stored(task, path_name(path), x.dtype) else x.astype(config.precision.params)
         return variables._replace(params=jax.tree.map_with_path(stored, variables.params))
 
-    shapes, dtypes = call_user(lambda: jax.eval_shape(init, jax.random.key(config.seed)), "init")
+    (shapes, dtypes), context = _traced(init, config, mesh)
     if not jax.tree.leaves(shapes.params):
         raise ConfigError("init returned no arrays. The parameters are a pytree with at least one array.")
     for path, dtype in dtypes.of_leaves:
@@ -146,8 +200,12 @@ def abstract_init(
                 f"init returned model state '{name}' as float0, which is JAX's gradient of an integer: it holds no "
                 "data, and cannot be saved. Remove it."
             )
-    stored = jax.eval_shape(init_as_stored, jax.random.key(config.seed))
-    return init_as_stored, stored.params, stored.state, _cast_notes(dict(dtypes.of_leaves), stored, config)
+    jaxpr, stored = jax.make_jaxpr(init_as_stored, return_shape=True)(jax.random.key(config.seed))
+    paths = [path.removeprefix("params/") for path, _ in named_leaves(stored)]
+    constrained = zip(paths, constrained_outputs(jaxpr), strict=True)
+    annotations = Annotations(_rules_of(context, config), {path: spec for path, spec in constrained if spec})
+    notes = _cast_notes(dict(dtypes.of_leaves), stored, config)
+    return AbstractInit(init_as_stored, stored.params, stored.state, annotations, notes)
 
 
 def _is_stored(task: Task, path: str, dtype: Any) -> bool:

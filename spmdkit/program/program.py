@@ -92,7 +92,8 @@ class Program:
         self.mesh = mesh.make_mesh(self.sizes, devices)
         self.task = task = with_user_state(task, config, self.mesh)
         self.optimizer = program_groups.optimizer_of(config, task)
-        self._init, abstract_params, abstract_model_state, self.notes = abstract_init(task, config, self.mesh)
+        traced_init = abstract_init(task, config, self.mesh)
+        self._init, abstract_params, abstract_model_state, self._annotations, self.notes = traced_init
         self.stateful = abstract_model_state is not None
         task.check_functions(self.stateful)
         self.groups = program_groups.groups_of(config, self.sizes, task.is_manual)
@@ -105,7 +106,9 @@ class Program:
         self._eval_params = eval_params_of(task, self._abstract_state)
         check_names(self._abstract_state, "the state")
         check_dtypes(self._abstract_state, self._devices)
-        self._single = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
+        self._single = place_state(
+            config, task.rules, self._annotations, self._abstract_state, abstract_params, self.mesh, self.sizes
+        )
         self._placed = self._single  # before the reducer's state is added
         if self.groups is not None:
             self._placed = program_groups.place(
@@ -176,6 +179,7 @@ class Program:
             self.mesh,
             self.sizes,
             data_axes=self.data_axes,
+            rules=self._annotations.rules,
             placements=self._placed.placements,
             state_groups=self._state_groups,
             state_reduction=self.state_reduction,

@@ -14,6 +14,7 @@ from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.mesh import layout
+from spmdkit.mesh.annotations import Annotations
 from spmdkit.mesh.layout import LeafPlacement
 from spmdkit.step import trace_context
 from spmdkit.step.state import FIELDS, TrainState
@@ -61,11 +62,17 @@ def state_groups(config: Config, stateful: bool, per_replica: bool, num_replicas
 
 
 def place_state(
-    config: Config, task_rules: Rules, abstract: TrainState, params: Any, mesh: Mesh, sizes: Mapping[str, int]
+    config: Config,
+    task_rules: Rules,
+    annotations: Annotations,
+    abstract: TrainState,
+    params: Any,
+    mesh: Mesh,
+    sizes: Mapping[str, int],
 ) -> StateLayout:
     """Returns the layout of `abstract`, the train state without shardings. `params` have the metadata of the model."""
     zero = config.layout.zero
-    options = _options(config, task_rules)
+    options = _options(config, task_rules, annotations)
     full = layout.lay_out(params, options, sizes)
     layout.check_axes_used(full, sizes)
     own_spec: Callable[[layout.LeafPlacement], PartitionSpec] = lambda p: (
@@ -103,11 +110,12 @@ def _memory_kind(config: Config, part: str) -> str:
     return "pinned_host" if part in config.offload else "device"
 
 
-def _options(config: Config, task_rules: Rules) -> layout.LayoutOptions:
+def _options(config: Config, task_rules: Rules, annotations: Annotations) -> layout.LayoutOptions:
     return layout.LayoutOptions(
         config_rules=tuple((pattern, tuple(dims)) for pattern, dims in config.layout.rules),
         task_rules=tuple((pattern, tuple(dims)) for pattern, dims in task_rules),
-        axes=layout.logical_axes({**config.roles, **config.layout.axes}),
+        annotations=annotations,
+        axes=layout.logical_axes(config.roles, annotations.rules, config.layout.axes),
         fsdp=config.layout.fsdp,
         min_shard_bytes=config.layout.min_shard_bytes,
         replicate_above_bytes=config.layout.replicate_above_bytes,

@@ -15,6 +15,7 @@ from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import jaxprs, plugins, user_code
 from spmdkit.mesh import layout
+from spmdkit.mesh.annotations import Rules
 from spmdkit.mesh.mesh import MODEL_AXES, REPLICA_AXES
 from spmdkit.ops.remat import policy, policy_of_names
 from spmdkit.program.task import Task
@@ -29,13 +30,16 @@ def step_context(
     sizes: Mapping[str, int],
     *,
     data_axes: tuple[str, ...],
+    rules: Rules,
     placements: trace_context.Placements,
     state_groups: int | None,
     state_reduction: Mapping[str, Any],
     roles: Roles,
     unread: frozenset[str],
 ) -> trace_context.Context:
-    """Returns the step context of a config with a fixed number of microbatches, without a form."""
+    """Returns the step context of a config with a fixed number of microbatches, without a form. `rules`: flax's logical
+    axis rules of the user; without any, `layout.axes` has their place."""
+    table = layout.logical_axes(config.roles, rules, config.layout.axes)
     dtypes, remat, pipeline = config.precision, config.remat, config.pipeline
     assert isinstance(config.microbatches, int)
     chosen = trace_context.StepOptions(
@@ -48,7 +52,8 @@ def step_context(
         state_reduction=state_reduction,
         roles=roles,
         unread=unread,
-        logical_axes=layout.logical_axes({**config.roles, **config.layout.axes}),
+        logical_axes=table,
+        flax_rules=rules or (tuple(table.items()) if config.layout.axes else ()),
         attention=trace_context.AttentionSettings(**config.attention.model_dump()),
         pipeline=trace_context.PipelineSettings(
             pipeline.schedule,

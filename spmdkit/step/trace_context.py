@@ -25,6 +25,7 @@ from spmdkit.communication.reducers.base import Reducer
 from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.compat.user_mesh import mesh_in_context, renamed_axes, resolve_annotations
 from spmdkit.foundation.trees import named_leaves
+from spmdkit.mesh.annotations import Rules, rules_in_context, with_rules
 from spmdkit.mesh.mesh import AXES, MODEL_AXES, REPLICA_AXES, describe_mesh, spec_axes
 from spmdkit.step.reducer_io import ReducerSlots
 
@@ -149,6 +150,7 @@ class UsageTracker:
         num_masked: number of metrics that excluded padding rows from values with the rows as first dim.
         num_losses: number of calls of `sk.value_and_grad`.
         dropped_meshes: meshes with sharding annotations in user code that have no effect.
+        flax_rules: flax's logical axis rules in context at the sharding annotations.
     """
 
     functions: set[Function] = field(default_factory=set)
@@ -157,6 +159,7 @@ class UsageTracker:
     num_masked: int = 0
     num_losses: int = 0
     dropped_meshes: set[str] = field(default_factory=set)
+    flax_rules: set[Rules] = field(default_factory=set)
 
     def record_call(self, function: Function) -> None:
         """Records a call."""
@@ -175,6 +178,7 @@ class UsageTracker:
             self.num_masked,
             self.num_losses,
             set(self.dropped_meshes),
+            set(self.flax_rules),
         )
 
     def merge_from(self, other: UsageTracker) -> None:
@@ -183,6 +187,7 @@ class UsageTracker:
         self.axes |= other.axes
         self.marks |= other.marks
         self.dropped_meshes |= other.dropped_meshes
+        self.flax_rules |= other.flax_rules
         self.num_masked = max(self.num_masked, other.num_masked)
         self.num_losses = max(self.num_losses, other.num_losses)
 
@@ -204,6 +209,7 @@ class StepOptions:
         roles: path of a parameter that the optimizer does not train -> `frozen` or `overwritten` (leaf_roles.py).
         unread: paths of parameters with a gradient that the optimizer does not read.
         logical_axes: name of a dim -> mesh axes that shard it.
+        flax_rules: flax's logical axis rules while user code is traced; empty: those that the user set.
         attention: settings of `sk.attention`.
         pipeline: settings of `sk.pipeline`, if the mesh has a pipeline axis.
         guard: handling of non-finite values; None: they are not checked.
@@ -221,6 +227,7 @@ class StepOptions:
     roles: Mapping[str, Literal["frozen", "overwritten"]] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
     logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    flax_rules: Rules = ()
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     guard: GuardSettings | None = None
@@ -389,10 +396,12 @@ def _during(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def tracing(context: Context) -> Iterator[Context]:
-    """Sets `context`, and its mesh as the mesh of bare `PartitionSpec`s, while the body is traced."""
-    mesh = context.sharding.mesh
+    """Sets `context`, its mesh as the mesh of bare `PartitionSpec`s, and flax's rules while the body is traced. Rules
+    that user code set around an inner trace stay."""
+    mesh, rules = context.sharding.mesh, context.options.flax_rules if _context.get() is None else ()
     resolve_annotations(_resolved_spec, _resolved_sharding, lambda: user_mesh(current()))
-    with _during(_context, context), contextlib.nullcontext() if mesh is None else mesh_in_context(mesh):
+    in_mesh = contextlib.nullcontext() if mesh is None else mesh_in_context(mesh)
+    with with_rules(rules), _during(_context, context), in_mesh:
         yield context
 
 
@@ -414,6 +423,7 @@ def _resolved_spec(spec: PartitionSpec) -> PartitionSpec | None:
     """Returns a bare spec in the names of the mesh axes, or None for the logical names in the metadata of flax's
     models, which the layout applies."""
     context = current()
+    context.usage.flax_rules.add(rules_in_context())
     roles = context.sharding.roles
     spec = renamed_axes(spec, {name: roles.get(name, name) for name in spec_axes(spec)}) if roles else spec
     names = set(spec_axes(spec)) - set(AXES) - {PartitionSpec.UNCONSTRAINED}
@@ -424,6 +434,7 @@ def _resolved_sharding(annotation: NamedSharding) -> NamedSharding | None:
     """Returns an annotation of user code as a sharding on the program's mesh, or None if its mesh has other devices or
     another shape. Axes of a mesh of the user stand for the axes larger than one of the program's mesh, in order."""
     context, mesh = current(), annotation.mesh
+    context.usage.flax_rules.add(rules_in_context())
     program = context.sharding.mesh
     if program is None or mesh.axis_names == program.axis_names or not isinstance(mesh, Mesh):
         return annotation
