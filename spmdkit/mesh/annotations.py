@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import AXES
-from spmdkit.foundation.formatting import nearest
+from spmdkit.foundation.formatting import nearest, shown
 from spmdkit.foundation.jaxprs import open_jaxpr
 from spmdkit.foundation.trees import path_name
 from spmdkit.mesh.mesh import dim_axes
@@ -84,7 +84,7 @@ def joined(rules: Rules, roles: Mapping[str, str], own: Mapping[str, Dim]) -> Ru
 
 
 def _shown(axes: Dim) -> str:
-    names = dim_axes(axes)
+    names = [*map(shown, dim_axes(axes))]
     return names[0] if len(names) == 1 else f"[{', '.join(names)}]" if names else "null"
 
 

@@ -26,7 +26,7 @@ from spmdkit.foundation.constants import LOGICAL_AXES
 from spmdkit.foundation.formatting import columns, format_bytes, nearest, shown, shown_axes
 from spmdkit.foundation.trees import describe, leaf_bytes, named_leaves
 from spmdkit.mesh.annotations import Annotations, Dim, Rules, model_annotations
-from spmdkit.mesh.mesh import AXES, MODEL_AXES, canonical, count, dim_axes, spec_axes
+from spmdkit.mesh.mesh import AXES, REPLICA_AXES, canonical, count, dim_axes, spec_axes
 
 Rule = tuple[str, Sequence[Dim]]
 
@@ -101,7 +101,8 @@ def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> li
     for path, leaf in leaves:
         if path in named:
             dims, reason = named[path]
-            spec = _spec_of(path, leaf, dims, options.axes, sizes, reason)
+            axes = options.axes if path in {**by_task, **by_config} else _without_replicas(options.axes)
+            spec = _spec_of(path, leaf, dims, axes, sizes, reason)
         else:
             spec, reason = _automatic(leaf, options, sizes)
             if reason.startswith("replicated") and leaf_bytes(leaf) > options.replicate_above_bytes:
@@ -115,6 +116,11 @@ def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> li
     return placements
 
 
+def _without_replicas(table: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Returns a table of logical axes for annotations of the model: a parameter is the same on all replicas."""
+    return {name: tuple(axis for axis in axes if axis not in REPLICA_AXES) for name, axes in table.items()}
+
+
 def _constraints(
     annotations: Annotations, leaves: Sequence[tuple[str, Any]], sizes: Mapping[str, int]
 ) -> dict[str, tuple[Sequence[Dim], str]]:
@@ -122,7 +128,7 @@ def _constraints(
     named: dict[str, tuple[Sequence[Dim], str]] = {}
     for path, leaf in leaves:
         constraint = annotations.constraints.get(path, ())
-        spec = canonical([tuple(a for a in dim_axes(dim) if a in MODEL_AXES) for dim in constraint], sizes)
+        spec = canonical([tuple(a for a in dim_axes(dim) if a not in REPLICA_AXES) for dim in constraint], sizes)
         parts = [count(sizes, dim_axes(dim)) for dim in spec]
         if parts and not any(length % num for length, num in zip(leaf.shape, parts, strict=False)):
             named[path] = ([*spec, *[None] * (len(leaf.shape) - len(spec))], "a sharding constraint in init")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from spmdkit.communication.reducers.base import stateless
 from spmdkit.foundation import plugins
 from spmdkit.foundation.formatting import columns, format_bytes, shown, shown_axes
+from spmdkit.mesh.annotations import describe_rules
 from spmdkit.mesh.layout import table
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.program.eval_params import source_of
@@ -36,7 +37,7 @@ def explain(task_step: TaskStep, context: Context, refused: str, rows: Sequence[
     """
     lines = [
         ("mesh", f"{describe_mesh(task_step.sizes)}: {math.prod(task_step.sizes.values())} devices"),
-        *_layout(task_step),
+        *_layout(task_step, context),
         ("offload", _offload(task_step)),
         ("form", _form(task_step, context, refused)),
         ("precision", _precision(task_step)),
@@ -64,7 +65,7 @@ def _dropped_mesh(mesh: str) -> str:
     return f"sharding constraints of a mesh {mesh} have no effect: its devices or shape are not those of the program"
 
 
-def _layout(task_step: TaskStep) -> Iterator[Line]:
+def _layout(task_step: TaskStep, context: Context) -> Iterator[Line]:
     leaves = [p for p in task_step.state.table if p.path.split("/")[0] == "params"]
     reasons = Counter(p.reason.partition(" '")[0].partition(":")[0] for p in leaves)  # without the name of the leaf
     zero = ""
@@ -73,6 +74,8 @@ def _layout(task_step: TaskStep) -> Iterator[Line]:
         zero = f"; zero {task_step.config.layout.zero}: fsdp shards {', '.join(what)}"
     counts = ", ".join(f"{reason} {num}" for reason, num in reasons.most_common())
     yield "layout", f"{len(leaves)} parameters, {format_bytes(sum(p.num_bytes for p in leaves))}: {counts}{zero}"
+    if context.options.flax_rules:
+        yield "  flax's rules", describe_rules(context.options.flax_rules)
     largest = sorted(leaves, key=lambda p: -p.num_bytes)[:LARGEST]
     yield from (("  largest", line) for line in table(largest))
 

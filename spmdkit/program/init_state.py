@@ -98,7 +98,7 @@ def _traced(init: Callable[[jax.Array], Any], config: Config, mesh: Mesh | None)
 
         try:
             return call_user(functools.partial(jax.eval_shape, traced, jax.random.key(config.seed)), "init"), context
-        except UserCodeError:
+        except (ConfigError, UserCodeError):
             if rules == choices[-1]:
                 raise
     raise AssertionError

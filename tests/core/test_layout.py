@@ -141,8 +141,7 @@ def nnx_task():
         graph = nnx.split(nnx.eval_shape(lambda: NnxModel(nnx.Rngs(0))))[0]
 
     def init(key):
-        with nnx.use_eager_sharding(False):
-            return nnx.state(NnxModel(nnx.Rngs(key)), nnx.Param)
+        return nnx.state(NnxModel(nnx.Rngs(key)), nnx.Param)
 
     return predicting(init, lambda params, x: nnx.merge(graph, params)(x))
 
