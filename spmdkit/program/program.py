@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmdkit import compat, data
 from spmdkit.communication.reducers.base import Reducer
 from spmdkit.communication.reducers.sum import make as plain_sum
-from spmdkit.compat import callbacks
+from spmdkit.compat import callbacks, convolutions
 from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError
@@ -80,6 +80,7 @@ class Program:
         self._devices = devices
         self._waits, self._previous = most_in_flight(devices, jax.process_count()) == 1, None
         compat.lay_out_ffts()
+        convolutions.split_grouped_convolutions()
         callbacks.run_callbacks_on_meshes(mesh.REPLICA_AXES)
         check_precision(config)
         if not isinstance(config.microbatches, int) or auto.is_auto(config):

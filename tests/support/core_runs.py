@@ -69,24 +69,16 @@ def train(program, evaluate=True, steps=5):
     )
 
 
-def settings_of(model):
-    """Returns the batch size of a model. With a single row on each shard of a microbatch, XLA's partitioner cannot
-    shard the convolution's kernel gradient over data and fsdp ("feature_group_count must be a positive number", jax
-    0.10.2), so the CNN has two rows.
-    """
-    return {"batch_size": 2 * BATCH if model == "cnn" else BATCH}
-
-
 @functools.cache
 def one_device(model, microbatches=1):
     """Returns the reference run of a model. Cached."""
-    return train(program_of(MODELS[model](), microbatches=microbatches, **settings_of(model)))
+    return train(program_of(MODELS[model](), microbatches=microbatches))
 
 
 @functools.cache
 def on_mesh(model, mesh, microbatches):
     """Returns the run of a model on one of MESHES, evaluated once. Cached."""
-    program = program_of(MODELS[model](), microbatches=microbatches, **settings_of(model), **MESHES[mesh])
+    program = program_of(MODELS[model](), microbatches=microbatches, **MESHES[mesh])
     return train(program, evaluate=microbatches == 4)
 
 
