@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ def split_grouped_convolutions() -> None:
     A `vmap` over replicas (`spmd_axis_name`) makes each kernel gradient a convolution with one feature group per
     replica. For such a one XLA (jaxlib 0.10.2, dot_as_convolution_util.cc) gathers the rows of all replicas on every
     device, does not compile ("feature_group_count must be a positive number"), or returns the product of other groups.
-    Any other grouped convolution with a kernel that moves along no dim, such as 1x1, is split as if it had no groups.
+    The same holds for other grouped convolutions in a partitioned module: see `_is_split_wrongly`.
     """
     from jax._src.lax import convolution
     from jax.interpreters import batching, mlir
@@ -48,31 +48,43 @@ def _mapped(rule: Any, axis_data: Any, operands: Any, dims: Any, **params: Any) 
 def _lowered(lower: Any, ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
     from jax.interpreters import mlir
 
-    groups = params["feature_group_count"] * params["batch_group_count"]
-    num_devices = getattr(ctx.module_context.axis_context, "num_devices", None)
-    if groups == 1 or num_devices == 1 or not _moves_along_no_dim(ctx.avals_in, params):
+    if not (
+        _is_partitioned(ctx.module_context.axis_context) and _is_split_wrongly((*ctx.avals_in, *ctx.avals_out), params)
+    ):
         return lower(ctx, lhs, rhs, **params)
     one = functools.partial(_of_one, **params)
     return mlir.lower_fun(one, multiple_results=False)(without_axes(ctx), lhs, rhs)
+
+
+def _is_partitioned(axis_context: Any) -> bool:
+    """Returns whether a module has several devices and axes that are not manual."""
+    mesh = getattr(axis_context, "mesh", None)
+    if mesh is not None:
+        return bool(frozenset(mesh.axis_names) != axis_context.manual_axes)
+    return getattr(axis_context, "num_devices", None) != 1
 
 
 def _of_one(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     return as_products(lhs[None], rhs[None], **params)[0]
 
 
-def _moves_along_no_dim(avals: Any, params: Params) -> bool:
-    """Returns whether each spatial dim of a convolution is contracted as a whole, or has a kernel of size one."""
-    (lhs, rhs), numbers = avals, params["dimension_numbers"]
-    names = "window_strides", "padding", "lhs_dilation", "rhs_dilation"
-    windows = zip(*(params[name] for name in names), strict=True)
-    return all(
-        tuple(padding) == (0, 0)
-        and lhs_dilation == rhs_dilation == 1
-        and (rhs.shape[k] == lhs.shape[s] or (rhs.shape[k] == 1 and stride == 1))
-        for s, k, (stride, padding, lhs_dilation, rhs_dilation) in zip(
-            numbers.lhs_spec[2:], numbers.rhs_spec[2:], windows, strict=True
+def _is_split_wrongly(avals: Any, params: Params) -> bool:
+    """Returns whether XLA may ignore the groups of a convolution: if its kernel moves along no dim, or if it is the
+    kernel gradient of a convolution that is mapped over its input and its kernel."""
+    if params["feature_group_count"] * params["batch_group_count"] == 1:
+        return False
+    (lhs, rhs, out), numbers = avals, params["dimension_numbers"]
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+    size_of: Callable[[Any, Any], list[int]] = lambda aval, spec: [aval.shape[i] for i in spec[2:]]
+    image, kernel = size_of(lhs, numbers.lhs_spec), size_of(rhs, numbers.rhs_spec)
+    outputs = size_of(out, numbers.out_spec)
+    moves_along_no_dim = all(
+        tuple(padding) == (0, 0) and lhs_dilation == rhs_dilation == 1 and (k == size or (k == 1 and stride == 1))
+        for size, k, stride, padding, lhs_dilation, rhs_dilation in zip(
+            image, kernel, *(params[name] for name in names), strict=True
         )
     )
+    return moves_along_no_dim or (params["feature_group_count"] > 1 and math.prod(outputs) <= math.prod(kernel))
 
 
 def as_products(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:

@@ -57,8 +57,22 @@ def loss_fn(params, rows, key):
     return sk.mean((whole**2).sum((1, 2, 3)) + (last**2).sum((1, 2, 3)))
 
 
+def penalty_of_gradients(params, rows, key):
+    """A loss of gradients per example, so that the kernel gradient is mapped over the rows."""
+    weights = {name: params[name] for name in ("in", "last")}
+
+    def loss_of_one(weights, row):
+        hidden, names = row[None], ("NHWC", "HWIO", "NHWC")
+        for name in weights:
+            hidden = jnp.tanh(lax.conv_general_dilated(hidden, weights[name], (1, 1), "SAME", dimension_numbers=names))
+        return (hidden**2).sum()
+
+    grads = jax.vmap(jax.grad(loss_of_one), (None, 0))(weights, rows)
+    return sk.mean(sum((grad**2).reshape(len(rows), -1).sum(1) for grad in grads.values()))
+
+
 @functools.cache
-def run_on(mesh):
+def run_on(mesh, loss_fn=loss_fn):
     wide = [(name, [None, None, None, "mlp"]) for name in SHAPES if name != "last"]
     rules = wide if "tensor" in mesh else []
     task = sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=DATA, rules=rules)
@@ -69,6 +83,10 @@ def run_on(mesh):
 @pytest.mark.parametrize("mesh", slow_except(["data 2 x fsdp 4", "fsdp 2 x tensor 2"], MESHES))
 def test_every_convolution_equals_one_device(mesh):
     assert_same_run(run_on(mesh)[0], run_on("one device")[0])
+
+
+def test_gradients_per_example_equal_one_device():
+    assert_same_run(run_on("fsdp 8", penalty_of_gradients)[0], run_on("one device", penalty_of_gradients)[0])
 
 
 def test_no_device_gathers_the_rows_of_others():
