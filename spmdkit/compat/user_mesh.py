@@ -20,6 +20,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 ResolveSpec = Callable[[PartitionSpec], PartitionSpec | None]
 ResolveSharding = Callable[[NamedSharding], NamedSharding | None]
 """Return what an annotation of user code means on the program's mesh, or None if it has no meaning there."""
+DropsJit = Callable[[str, list[str]], bool]
+"""Receives the source of a `jax.jit` function of user code and its arguments that place arrays (`donate_argnums`,
+`in_shardings`); returns whether they are dropped."""
 
 
 @contextlib.contextmanager
@@ -79,11 +82,14 @@ def _settings_to_change() -> list[contextlib.AbstractContextManager[Any]]:
     ]
 
 
-def resolve_annotations(spec: ResolveSpec, sharding: ResolveSharding, named: Callable[[], Mesh | None]) -> None:
+def resolve_annotations(
+    spec: ResolveSpec, sharding: ResolveSharding, named: Callable[[], Mesh | None], drops: DropsJit
+) -> None:
     """Passes every `PartitionSpec` and every `NamedSharding` of `with_sharding_constraint` to a function; a result of
     None removes the constraint. Drops the axes that an enclosing `vmap(spmd_axis_name=)` maps, over which the rows of a
     replica are sharded already; JAX (0.10.2) refuses them. A `shard_map` over a mesh of the user has that mesh in
-    context, and one without a mesh that of `named`, the program's mesh in the user's names. Idempotent."""
+    context, and one without a mesh that of `named`, the program's mesh in the user's names. Donation and
+    shardings of a `jax.jit` inside a trace are passed to `drops`. Idempotent."""
     from jax._src import pjit, source_info_util
     from jax._src import shard_map as shard_map_lib
     from jax.interpreters import batching
@@ -94,9 +100,40 @@ def resolve_annotations(spec: ResolveSpec, sharding: ResolveSharding, named: Cal
         return
     source_info_util.register_exclusion(__file__)  # the user's line is the caller's
     pjit._create_sharding_for_array = functools.partial(_of_spec, pjit._create_sharding_for_array, spec)
+    pjit._infer_params = functools.partial(_without_placement, pjit._infer_params, drops)
     primitive.bind = functools.partial(_of_sharding, primitive.bind, sharding)
     rules[primitive] = functools.partial(_without_mapped_axes, rules[primitive])
     shard_map_lib._shard_map = functools.partial(_on_own_mesh, shard_map_lib._shard_map, named)
+
+
+_PLACES = ("donate_argn", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "user_specified_in_shardings")
+
+
+def _without_placement(infer: Any, drops: DropsJit, fun: Any, info: Any, *arguments: Any) -> Any:
+    if (placing := _placing(info)) and drops(info.fun_sourceinfo, placing):
+        info = _unplaced(info)
+    return infer(fun, info, *arguments)
+
+
+@functools.cache
+def _plain() -> Any:
+    return cast(Any, jax.jit(lambda: None))._jit_info
+
+
+@functools.lru_cache(maxsize=1024)  # by identity, as JAX caches the traces of a function
+def _unplaced(info: Any) -> Any:
+    fields = [name for name in info._fields if name.startswith(_PLACES)]
+    return info._replace(**{name: getattr(_plain(), name) for name in fields})
+
+
+def _placing(info: Any) -> list[str]:
+    """Returns the arguments of `jax.jit` that place its inputs or outputs."""
+    shardings = [
+        name
+        for name in ("in_shardings", "out_shardings")
+        if any(isinstance(x, jax.sharding.Sharding | PartitionSpec) for x in getattr(info, f"{name}_leaves"))
+    ]
+    return (["donate_argnums"] if info.donate_argnums or info.donate_argnames else []) + shardings
 
 
 def _of_spec(create: Any, resolve: ResolveSpec, mesh: Any, spec: Any, *names: Any) -> Any:

@@ -55,6 +55,7 @@ def explain(task_step: TaskStep, context: Context, refused: str, rows: Sequence[
         ("sync", _sync(task_step)),
         *(("note", note) for note in notes),
         *(("note", _dropped_mesh(mesh)) for mesh in sorted(context.usage.dropped_meshes)),
+        *(("note", _dropped_jit(text)) for text in sorted(context.usage.dropped_jits)),
     ]
     table = table_lines(rows)
     return "\n".join([*columns(lines), *([""] if table else []), *table])
@@ -63,6 +64,11 @@ def explain(task_step: TaskStep, context: Context, refused: str, rows: Sequence[
 def _dropped_mesh(mesh: str) -> str:
     """Returns the note about a mesh of the user that is not the program's."""
     return f"sharding constraints of a mesh {mesh} have no effect: its devices or shape are not those of the program"
+
+
+def _dropped_jit(text: str) -> str:
+    """Returns the note about a jitted function inside the step."""
+    return f"{text}: no effect, since the program donates its state and the layout shards its arrays"
 
 
 def _layout(task_step: TaskStep, context: Context) -> Iterator[Line]:

@@ -151,6 +151,7 @@ class UsageTracker:
         num_losses: number of calls of `sk.value_and_grad`.
         dropped_meshes: meshes with sharding annotations in user code that have no effect.
         flax_rules: flax's logical axis rules in context at the sharding annotations.
+        dropped_jits: `jax.jit` functions of user code, and their arguments that have no effect.
     """
 
     functions: set[Function] = field(default_factory=set)
@@ -160,6 +161,7 @@ class UsageTracker:
     num_losses: int = 0
     dropped_meshes: set[str] = field(default_factory=set)
     flax_rules: set[Rules] = field(default_factory=set)
+    dropped_jits: set[str] = field(default_factory=set)
 
     def record_call(self, function: Function) -> None:
         """Records a call."""
@@ -179,6 +181,7 @@ class UsageTracker:
             self.num_losses,
             set(self.dropped_meshes),
             set(self.flax_rules),
+            set(self.dropped_jits),
         )
 
     def merge_from(self, other: UsageTracker) -> None:
@@ -188,6 +191,7 @@ class UsageTracker:
         self.marks |= other.marks
         self.dropped_meshes |= other.dropped_meshes
         self.flax_rules |= other.flax_rules
+        self.dropped_jits |= other.dropped_jits
         self.num_masked = max(self.num_masked, other.num_masked)
         self.num_losses = max(self.num_losses, other.num_losses)
 
@@ -399,7 +403,7 @@ def tracing(context: Context) -> Iterator[Context]:
     """Sets `context`, its mesh as the mesh of bare `PartitionSpec`s, and flax's rules while the body is traced. Rules
     that user code set around an inner trace stay."""
     mesh, rules = context.sharding.mesh, context.options.flax_rules if _context.get() is None else ()
-    resolve_annotations(_resolved_spec, _resolved_sharding, lambda: user_mesh(current()))
+    resolve_annotations(_resolved_spec, _resolved_sharding, lambda: user_mesh(current()), _drops_jit)
     in_mesh = contextlib.nullcontext() if mesh is None else mesh_in_context(mesh)
     with with_rules(rules), _during(_context, context), in_mesh:
         yield context
@@ -444,6 +448,16 @@ def _resolved_sharding(annotation: NamedSharding) -> NamedSharding | None:
         context.usage.dropped_meshes.add(describe_mesh(mesh.shape))
         return None
     return NamedSharding(program, renamed_axes(annotation.spec, dict(zip(theirs, ours, strict=True))))
+
+
+def _drops_jit(source: str, arguments: list[str]) -> bool:
+    """Returns whether the donation and the shardings of a `jax.jit` in user code have no effect, and records them: the
+    program is compiled as a whole, and the layout places its arrays."""
+    if (context := _context.get()) is None:
+        return False
+    if arguments != ["donate_argnums"] or "site-packages" not in source:  # equinox donates inside filter_jit
+        context.usage.dropped_jits.add(f"{', '.join(arguments)} of jax.jit({source})")
+    return True
 
 
 def bound_replicas(context: Context) -> contextlib.AbstractContextManager[None]:
