@@ -285,7 +285,7 @@ def clip_by_shard_norm(_: Any, max_norm: float) -> optax.GradientTransformation:
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         context = trace_context.current()
         assert context.sharding.placements is not None
-        specs = context.sharding.placements.update
+        specs = context.sharding.placements.of(grads).update
 
         def body(shards: Any) -> Any:
             sharded = [x for x, spec in zip(jax.tree.leaves(shards), jax.tree.leaves(specs), strict=True) if len(spec)]

@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
 
+import spmdkit as sk
 from spmdkit.checkpoint import state_dict
 from spmdkit.data import feed
 from spmdkit.ops import ring_attention, vocab
@@ -20,6 +22,7 @@ from spmdkit.verify import mutations
 from spmdkit.verify.mutants import MUTANTS, Mutant, TaskFacts
 from spmdkit.verify.mutations import patched, resolve_seam
 from spmdkit.verify.runner import CaseRunner
+from spmdkit.verify.task_runner import TaskRunner
 from tests.support import verify_tasks as tasks
 from tests.support.verify_tasks import case_runner
 
@@ -147,6 +150,16 @@ def test_unused_sum_over_replicas_is_not_applicable():
 def test_a_mutant_that_cannot_act_says_why(name, reason):
     found = case_runner(tasks.metric_of_a_replica).mutant(name, 4)
     assert "caught" not in found and reason in found["not_applicable"]
+
+
+def test_clipping_by_shard_is_caught_beside_frozen_leaves():
+    init = lambda key: tasks.init(key) | {"base": jnp.ones((16, 8))}
+    loss_fn = lambda params, batch, key: sk.mean(
+        tasks.examples_loss({"w": params["w"] + params["base"], "b": params["b"]}, batch)
+    )
+    task = sk.Task(init, loss_fn, optax.adam(1e-2), train_data=tasks.data(), frozen=["base"])
+    found = CaseRunner(TaskRunner(sk.Config(task="t.py:t", batch_size=32), task, 32, steps=2))
+    assert found.mutant("clip_by_shard_norm", 4)["caught"]
 
 
 def test_page_has_the_reasons_of_the_program():
