@@ -112,7 +112,7 @@ def _mesh(config: Settings) -> Iterator[Problem]:
 
 
 def _layout(config: Settings) -> Iterator[Problem]:
-    known = list(dict.fromkeys([*LOGICAL_AXES, *config.layout.axes, *AXES]))
+    known = list(dict.fromkeys([*LOGICAL_AXES, *config.layout.axes, *AXES, *config.roles]))
     seen: dict[str, int] = {}
     for i, (pattern, dims) in enumerate(config.layout.rules):
         if pattern in seen:

@@ -79,7 +79,7 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
         except SpmdkitError as error:
             errors.append(error)
             is_tried = task_step.task.view == "replica" or any(c.sharding.explicit for c in candidates)
-            if not is_tried and needs_explicit_axes(error):
+            if not is_tried and needs_explicit_axes(error, context.sharding.roles):
                 candidates.extend(explicit_contexts(context))
     else:
         raise errors[-1 if candidates[-1].sharding.explicit else 0]

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from spmdkit.compat.user_mesh import mesh_in_context
 from spmdkit.config import Config, choose_optimizer
 from spmdkit.data.dtypes import narrow
 from spmdkit.errors import ConfigError, UserCodeError
@@ -69,13 +70,26 @@ class AbstractInit(NamedTuple):
 
 
 def _call_init(task: Task, key: jax.Array) -> Any:
+    context = trace_context.current()
     if task.sharding != "explicit":
         try:
             return task.init(key)
         except Exception as error:
-            if not needs_explicit_axes(error):
+            if not needs_explicit_axes(error, context.sharding.roles):
                 raise
-    return jax.sharding.explicit_axes(task.init, in_sharding=(PartitionSpec(),))(key)
+    with mesh_in_context(trace_context.user_mesh(context) or context.sharding.mesh):
+        return jax.sharding.explicit_axes(task.init, in_sharding=(PartitionSpec(),))(key)
+
+
+def init_on_one_device(task: Task, config: Config) -> tuple[Any, Callable[[jax.Array], Any]]:
+    """Returns (the abstract result of `init`, `init` in the context of one device)."""
+    abstract, context = _traced(functools.partial(_call_init, task), config, None)
+
+    def init(key: jax.Array) -> Any:
+        with trace_context.tracing(context):
+            return _call_init(task, key)
+
+    return abstract, init
 
 
 def _traced(init: Callable[[jax.Array], Any], config: Config, mesh: Mesh | None) -> tuple[Any, trace_context.Context]:
@@ -122,7 +136,7 @@ def _rules_of(context: trace_context.Context, config: Config) -> Rules:
     return around if rules_in_context() else ()
 
 
-def with_user_state(task: Task, config: Config, mesh: Mesh) -> Task:
+def with_user_state(task: Task, config: Config, mesh: Mesh | None = None) -> Task:
     """Returns a task with functions on the fields of a `TrainState`, if `init` returns a train state of its own type;
     any other task unchanged.
 
@@ -154,6 +168,7 @@ def with_user_state(task: Task, config: Config, mesh: Mesh) -> Task:
         train_step=state.step_of(task.train_step),
         eval_fn=None if task.eval_fn is None else state.evaluation_of(task.eval_fn),
         optimizer=optax.identity(),
+        state=None,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -33,10 +33,12 @@ def explicit_contexts(context: Context) -> list[Context]:
     return [context.with_sharding(form="plain", sizes=sizes, inner_axes=axes, explicit=True) for axes in choices]
 
 
-def needs_explicit_axes(error: BaseException) -> bool:
-    """Returns whether JAX refused explicit shardings since the axes of the mesh are automatic."""
+def needs_explicit_axes(error: BaseException, names: Iterable[str] = ()) -> bool:
+    """Returns whether JAX refused explicit shardings since the axes of the mesh are automatic. `names`: the user's
+    names of axes, which only explicit shardings pass to JAX."""
     text = str(error)
-    return "AxisType.Auto" in text or "out_sharding" in text or "reshard" in text
+    is_of_user = any(f"Resource axis: {name} " in text for name in names)
+    return is_of_user or "AxisType.Auto" in text or "out_sharding" in text or "reshard" in text
 
 
 def explicit_step(train_step: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:

@@ -403,7 +403,6 @@ def tracing(context: Context) -> Iterator[Context]:
     """Sets `context`, its mesh as the mesh of bare `PartitionSpec`s, and flax's rules while the body is traced. Rules
     that user code set around an inner trace stay."""
     mesh, rules = context.sharding.mesh, context.options.flax_rules if _context.get() is None else ()
-    resolve_annotations(_resolved_spec, _resolved_sharding, lambda: user_mesh(current()), _drops_jit)
     in_mesh = contextlib.nullcontext() if mesh is None else mesh_in_context(mesh)
     with with_rules(rules), _during(_context, context), in_mesh:
         yield context
@@ -447,6 +446,8 @@ def _resolved_sharding(annotation: NamedSharding) -> NamedSharding | None:
     if not same_shape or list(mesh.devices.flat) != list(program.devices.flat):
         context.usage.dropped_meshes.add(describe_mesh(mesh.shape))
         return None
+    if context.sharding.form == "manual" and jax.sharding.get_abstract_mesh().manual_axes:
+        return None  # only replica axes, over which the rows are sharded already
     return NamedSharding(program, renamed_axes(annotation.spec, dict(zip(theirs, ours, strict=True))))
 
 
@@ -458,6 +459,10 @@ def _drops_jit(source: str, arguments: list[str]) -> bool:
     if arguments != ["donate_argnums"] or "site-packages" not in source:  # equinox donates inside filter_jit
         context.usage.dropped_jits.add(f"{', '.join(arguments)} of jax.jit({source})")
     return True
+
+
+# At import: a `jax.shard_map` that a module of the user defines is called later.
+resolve_annotations(_resolved_spec, _resolved_sharding, lambda: user_mesh(current()), _drops_jit)
 
 
 def bound_replicas(context: Context) -> contextlib.AbstractContextManager[None]:

@@ -160,6 +160,13 @@ MUTANTS = (
         short=True,
     ),
     Mutant(
+        "rows_of_first_replica",
+        "all replicas train on the rows of the first one",
+        mutations.repeat_first_rows,
+        traced=False,
+        no_effect="the step reads no rows, or all rows are equal",
+    ),
+    Mutant(
         "padding_gathered",
         "padding rows of a short batch are among the gathered negatives",
         mutations.seam(replica_collectives, "gathered_mask", mutations.mark_padding_real),

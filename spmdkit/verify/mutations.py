@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -21,7 +23,7 @@ from spmdkit import compat
 from spmdkit.checkpoint import state_dict
 from spmdkit.data import feed
 from spmdkit.foundation.trees import is_key, named_leaves
-from spmdkit.mesh.mesh import REPLICA_AXES
+from spmdkit.mesh.mesh import BATCH_AXES, REPLICA_AXES
 from spmdkit.ops.pipeline import parts
 from spmdkit.step import accumulator as sums_module
 from spmdkit.step import gradient, multi_term_loss, reduction, trace_context
@@ -265,6 +267,15 @@ def fold_positions(positions: Any, context: Any, replica: Any, micro: Any, num: 
 
 def drop_mask(place: Any, owner: feed.Feed, local: Any) -> Any:
     return place(owner, local._replace(mask=None))
+
+
+def repeat_first_rows(setting: Setting) -> MutationContext:
+    def repeated(place: Any, owner: feed.Feed, local: Any) -> Any:
+        num = math.prod(setting.mesh.get(axis, 1) for axis in BATCH_AXES)
+        rows = jax.tree.map(lambda x: np.concatenate([x[: len(x) // num]] * num), local.examples)
+        return place(owner, local._replace(examples=rows))
+
+    return seam(feed, "place", repeated)(setting)
 
 
 def mark_padding_real(gathered_mask: Any, axes: tuple[str, ...], num: int | None) -> jax.Array:

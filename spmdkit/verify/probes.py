@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from spmdkit.config import Config
 from spmdkit.foundation.jaxprs import equations
 from spmdkit.foundation.trees import is_key
 from spmdkit.foundation.user_code import call_user
+from spmdkit.program.init_state import init_on_one_device
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
 from spmdkit.step.leaf_roles import differentiated
 from spmdkit.step.metrics.mean import Mean
-from spmdkit.step.state import TrainState, Variables
+from spmdkit.step.state import Initial, TrainState, Variables
 from spmdkit.verify.dtypes import is_inexact
 from spmdkit.verify.unpadded_reference import Unpadded
 
@@ -75,18 +77,21 @@ def with_count_metric(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def with_constant_init(task: Task, seed: int, dtype: str = "float32") -> Task:
+def with_constant_init(task: Task, config: Config, dtype: str = "float32") -> Task:
     """Returns the task with the arrays of `init` as constants, and the model state in 64 bits if requested.
 
     A model with casts (flax's `BatchNorm` computes in the wider of its input's dtype and float32) returns its state in
     another dtype than `init` creates. With a 64-bit state the dtype is the same in every step.
     """
     with jax.default_device(jax.devices()[0]):
-        constants = call_user(lambda: jax.device_get(jax.jit(task.init)(jax.random.key(seed))), "init")
+        init = jax.jit(init_on_one_device(task, config)[1])
+        constants = call_user(lambda: jax.device_get(init(jax.random.key(config.seed))), "init")
     if dtype == "float64":
         task = _with_wide_state(task)
         if isinstance(constants, Variables):
             constants = constants._replace(state=jax.tree.map(_widened, constants.state))
+        elif isinstance(constants, Initial):
+            constants = jax.tree.map(_widened, constants)
     return dataclasses.replace(task, init=lambda key: jax.tree.map(jnp.asarray, constants))
 
 

@@ -66,14 +66,15 @@ class CaseRunner:
     def reference(self, setting: Setting, evaluated: bool = True) -> Reference:
         """Returns the reference of a setting: the simplest program on one device.
 
-        A task with model state, or a loss that calls sk.all_gather, has one reference per number of microbatches, since
-        batch statistics and gathered rows are those of a microbatch. If the config has short batches, the reference is
-        not padded, except with several microbatches.
+        A per-replica step with `axis_name` has one reference per number of replicas. A task with model state, or a loss
+        that calls sk.all_gather, has one per number of microbatches, since batch statistics and gathered rows are those
+        of a microbatch. If the config has short batches, the reference is not padded, except with several microbatches.
         """
-        first = self._one(Setting({}, 1, setting.short, setting.clip_norm, plain=True), evaluated=True)
+        replicas = self.task_runner.replicas(setting.mesh)
+        first = self._one(Setting({}, 1, setting.short, setting.clip_norm, True, replicas), evaluated=True)
         if setting.microbatches == 1 or not _of_a_microbatch(first.results):
             return first
-        return self._one(Setting({}, setting.microbatches, setting.short, setting.clip_norm, plain=True), evaluated)
+        return self._one(Setting({}, setting.microbatches, setting.short, setting.clip_norm, True, replicas), evaluated)
 
     def _one(self, setting: Setting, evaluated: bool) -> Reference:
         evaluated = evaluated and self._is_of_cases(setting)
@@ -133,6 +134,8 @@ class CaseRunner:
         setting = Setting({}, short=self.task_runner.short, plain=True)
         reference = self.reference(setting)
         program, self._base = self._base or self.task_runner.program(setting, evaluated=False), None
+        if program._step_context.sharding.explicit:
+            return {"not_applicable": "the loss is in JAX's explicit sharding mode"}
         (_, batch), *_ = program.batches(stop=1)
         expected, actual = plain_value_and_grad(program, loss_fn, program.init(), batch), reference.results.batches[0]
         roles = program._step_context.options.roles
@@ -325,6 +328,12 @@ def plain_value_and_grad(
     num = jax.tree.leaves(batch.examples)[0].shape[0]
     examples = trace_context.Examples(num, batch.mask, jnp.arange(num, dtype=jnp.int32), state.key)
 
+    options = program._step_context.options
+    context = trace_context.Context(
+        trace_context.ShardingSpec(mesh=program.mesh, roles=program.config.roles),
+        trace_context.StepOptions(logical_axes=options.logical_axes, flax_rules=options.flax_rules),
+    )
+
     def value(params: Any, rows: Any) -> jax.Array:
         arguments = (
             params,
@@ -332,7 +341,7 @@ def plain_value_and_grad(
             rows,
             gradient._loss_key(state.key, 0, 0),
         )
-        with trace_context.with_examples(examples):
+        with trace_context.tracing(context), trace_context.with_examples(examples):
             loss, _, _ = checked_loss(loss_fn(*arguments), program.stateful)
         return loss.value
 

@@ -8,6 +8,7 @@ are sharded too, and the computation uses float32 or float64.
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.foundation.trees import is_key, named_leaves
 from spmdkit.mesh.mesh import count
 from spmdkit.program import compiler
-from spmdkit.program.init_state import make_optimizer
+from spmdkit.program.init_state import make_optimizer, with_user_state
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
 from spmdkit.step.model_state import agreement
@@ -88,6 +89,7 @@ class Setting:
         short: short batches are allowed (`data.drop_remainder: false`), and the second batch is short.
         clip_norm: replaces the config's `clip_norm`.
         plain: reference form: no rematerialization, no offload to the host, reducer `sum`.
+        replicas: number of replicas of a per-replica step with `axis_name` on one device, as a `vmap`.
     """
 
     mesh: Mapping[str, int]
@@ -95,6 +97,7 @@ class Setting:
     short: bool = False
     clip_norm: float | None = None
     plain: bool = False
+    replicas: int = 1
 
 
 class TaskRunner:
@@ -108,8 +111,10 @@ class TaskRunner:
 
     def __init__(self, config: Config, task: Task, batch_size: int, steps: int = 3, dtype: str = "float32"):
         self.config, self.steps, self.batch_size, self.dtype = config, steps, batch_size, dtype
-        self._task = with_constant_init(task, config.seed, dtype)
-        self._watched = True if task.train_step is None else None  # a user-defined step may read its optimizer's state
+        converted = with_user_state(task, config)
+        self._task = with_constant_init(converted, config, dtype)
+        # A user-defined step may read its optimizer's state, or have an optimizer that the program does not know.
+        self._watched = True if task.train_step is None else None if converted is task else False
         self._sources = {name: getattr(task, name) for name in ("train_data", "eval_data")}
         self._cut: dict[tuple[str, int], ArraySource] = {}
         self._starts: dict[Any, list[Any]] = {}
@@ -124,6 +129,11 @@ class TaskRunner:
         """Whether the optimizer is recorded. It is False for a step that reads the optimizer's state; the change of the
         parameters is then used as gradient and as update."""
         return self._watched is not False
+
+    def replicas(self, mesh: Mapping[str, int]) -> int:
+        """Returns the number of replicas on a mesh, if the mathematics of the step depends on it; else 1."""
+        axes = ("replica", "data") if self.config.layout.zero == 3 else ("replica", "data", "fsdp")
+        return 1 if self._task.axis_name is None else math.prod(mesh.get(axis, 1) for axis in axes)
 
     @property
     def short(self) -> bool:
@@ -201,6 +211,8 @@ class TaskRunner:
             eval_data=self._rows("eval_data", self._num_eval()) if evaluated else None,
             row_mixing="allow",  # it compares the meshes itself
         )
+        if setting.replicas > 1:
+            task = _on_one_device(task, setting.replicas)
         return task if task.loss_fn is None else dataclasses.replace(task, loss_fn=with_count_metric(task.loss_fn))
 
     def _num_train(self, setting: Setting) -> int:
@@ -320,6 +332,17 @@ class TaskRunner:
             error = float(np.linalg.norm(difference) / max(float(np.linalg.norm(x)), 1e-30))
             worst = max(worst, (error, path)) if error > 0 or not worst[1] else worst
         return worst
+
+
+def _on_one_device(task: Task, replicas: int) -> Task:
+    """Returns a task with the per-replica step of `replicas` as a global step: a `vmap`, as JAX defines `pmap`."""
+    assert task.train_step is not None
+    over_replicas = jax.vmap(task.train_step, (None, 0), None, axis_name=task.axis_name)
+
+    def train_step(state: TrainState, batch: Any) -> Any:
+        return over_replicas(state, jax.tree.map(lambda x: x.reshape(replicas, -1, *x.shape[1:]), batch))
+
+    return dataclasses.replace(task, train_step=train_step, view="global", axis_name=None)
 
 
 NEED_AXIS = {

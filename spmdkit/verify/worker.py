@@ -17,12 +17,12 @@ from typing import Any
 import jax
 
 from spmdkit.cluster import detect_cluster, join
-from spmdkit.config import parse_config
+from spmdkit.config import Config, parse_config
 from spmdkit.errors import ConfigError
 from spmdkit.faults.exit_handler import describe
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.foundation.trees import tree_bytes
-from spmdkit.foundation.user_code import call_user
+from spmdkit.program.init_state import init_on_one_device
 from spmdkit.program.task import Task, load_task
 from spmdkit.verify.runner import CaseRunner
 from spmdkit.verify.task_runner import Setting, TaskRunner
@@ -59,15 +59,15 @@ def _open(spec: dict[str, Any]) -> CaseRunner:
     config = parse_config(spec["config"], source=spec["source"], name=spec["source"])
     target, name = config.task_reference()
     task = load_task(target, name, config.folder, config.task_args)
-    check_memory(task, spec["devices"], spec["jobs"])
+    check_memory(task, config, spec["devices"], spec["jobs"])
     task_runner = TaskRunner(config, task, spec["batch_size"], spec["steps"], spec["dtype"])
     return CaseRunner(task_runner, Path(spec["folder"]), spec["locate"])
 
 
-def check_memory(task: Task, num_devices: int, jobs: int) -> None:
+def check_memory(task: Task, config: Config, num_devices: int, jobs: int) -> None:
     """Rejects a task if its state, replicated on every fake device of every process, exceeds the free memory."""
     free = available_bytes()
-    params = tree_bytes(call_user(lambda: jax.eval_shape(task.init, jax.random.key(0)), "init"))
+    params = tree_bytes(init_on_one_device(task, config)[0])
     needed = COPIES * params * num_devices * jobs
     if free is not None and needed > free:
         raise ConfigError(

@@ -109,6 +109,31 @@ def test_an_annotated_program_equals_a_plain_one(kind, mesh):
     assert_close(run.params, expected().params, TOLERANCE)
 
 
+@pytest.mark.parametrize("losses", [bare, on_own_mesh])
+def test_annotations_over_replica_axes_equal_a_plain_program(losses):
+    """The user's mesh has the shape of the program's, which has only replica axes: its steps are in `shard_map`."""
+    run = train(program(as_loss(losses), {"replica": 2, "data": 2}), evaluate=False, steps=4)
+    assert_close(run.losses, expected().losses, TOLERANCE)
+    assert_close(run.params, expected().params, TOLERANCE)
+
+
+MAPPED_AT_IMPORT = jax.shard_map(
+    lambda x: lax.psum(x.sum(0, keepdims=True), "dp"),
+    mesh=jax.make_mesh((4,), ("dp",), devices=jax.devices()[:4]),
+    in_specs=P("dp"),
+    out_specs=P(),
+)
+
+
+def test_a_shard_map_of_a_module_runs_in_a_step():
+    def train_step(state, batch):
+        value = MAPPED_AT_IMPORT(squares(state.params, batch)[:, None]).mean() / 16
+        return as_step(squares)["train_step"](state, batch)[0], {"loss": value}
+
+    run = train(program({"train_step": train_step}, MESHES["data 4"]), evaluate=False, steps=1)
+    assert_close(run.losses, expected().losses[:1], TOLERANCE)
+
+
 def test_annotations_shard_model_axes_and_add_no_reduction():
     annotated = program(as_loss(bare), MESHES["data 2 x tensor 2"])
     plain = program(as_loss(squares), MESHES["data 2 x tensor 2"], plain_init)

@@ -110,3 +110,16 @@ def test_the_layout_and_the_written_config_accept_both_names():
 def test_mistakes_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         sk.Config(task="t.py:t", **settings)
+
+
+def test_an_explicit_program_reshards_by_its_own_names():
+    def explicit_init(key):
+        return {"up": jax.reshard(jnp.asarray(UP), P(None, "model")), "down": jnp.asarray(DOWN)}
+
+    def reshard_step(state, batch):
+        return explicit_step(state, batch | {"x": jax.reshard(batch["x"], P("dp", None))})
+
+    task = sk.Task(explicit_init, train_step=reshard_step, optimizer=optax.sgd(0.1), train_data=DATA, rules=RULES)
+    run = train(program_of(task, roles=ROLES, mesh={"dp": 2, "model": 2}, batch_size=16), evaluate=False, steps=4)
+    assert_close(run.losses, expected().losses, TOLERANCE)
+    assert_close(run.params, expected().params, TOLERANCE)

@@ -12,8 +12,8 @@ import functools
 import importlib.util
 import re
 import tokenize
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,18 +46,20 @@ class UserProgram:
         by_replica: the mathematics depends on the number of replicas, so before.py runs on as many devices.
         reductions: reductions per step of the compiled program on {data: 4}.
         meshes: the names of its MESHES.
+        names: mesh axis -> its name in the program.
     """
 
     by_replica: bool = False
     reductions: int = 1
     meshes: tuple[str, ...] = tuple(MESHES)
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 PROGRAMS = {
     "imagenet_pmap": UserProgram(by_replica=True),
     "midgpt_constraints": UserProgram(),
     "explicit_sharding": UserProgram(),
-    "shard_map_dp_tp": UserProgram(reductions=2),
+    "shard_map_dp_tp": UserProgram(names={"data": "dp", "tensor": "tp"}),
 }
 """By the name of their folder, in the order of the page."""
 CASES = [(name, mesh) for name, program in PROGRAMS.items() for mesh in program.meshes]
@@ -98,7 +100,8 @@ def expected(name: str, mesh: str) -> tuple[list[float], Any]:
 def config_of(name: str, mesh: str) -> sk.Config:
     """Returns the config of a program on a mesh. Small leaves are also sharded over `fsdp`."""
     small = ["layout.min_shard_bytes=1"] if "fsdp" in MESHES[mesh] else []
-    axes = ", ".join(f"{axis}: {size}" for axis, size in MESHES[mesh].items())
+    names = PROGRAMS[name].names
+    axes = ", ".join(f"{names.get(axis, axis)}: {size}" for axis, size in MESHES[mesh].items())
     return sk.load_config(FOLDER / name / "run.yaml", overrides=[f"mesh={{{axes}}}", *small])
 
 

@@ -1,10 +1,13 @@
 """A parallel program as people have it, under spmdkit with at most five changed lines, has the numbers of plain JAX."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
 
 from spmdkit.checkpoint import Checkpoints
+from spmdkit.foundation.formatting import name_axes
 from tests.support.core_runs import TOLERANCE, assert_close
 from tests.support.user_programs import (
     CASES,
@@ -20,6 +23,12 @@ from tests.support.user_programs import (
 
 pytestmark = pytest.mark.promotes("programs of people")
 STEPS = 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def spmdkit_names():
+    yield
+    name_axes({})
 
 
 def run(program, state, start=1, stop=STEPS):
@@ -55,7 +64,8 @@ def test_a_checkpoint_is_restored_on_another_mesh(name, tmp_path):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_step_reduces_once(name):
-    assert program_of(name, "data 4").compiled.as_text().count(" all-reduce(") == PROGRAMS[name].reductions
+    reductions = re.findall(r" all-reduce\(.*", program_of(name, "data 4").compiled.as_text())
+    assert len([line for line in reductions if "replica_groups={{0},{1}" not in line]) == PROGRAMS[name].reductions
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

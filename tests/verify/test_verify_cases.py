@@ -127,9 +127,9 @@ def test_task_too_large_for_memory_is_rejected(tmp_path, monkeypatch):
     init = lambda key: {"w": jax.numpy.zeros((1000, 100))}
     task = sk.Task(init, tasks.right, train_data=tasks.data())
     with pytest.raises(sk.SpmdkitError, match=r"390.6 KiB need about 9.2 MiB, 1000.0 KiB are free"):
-        worker.check_memory(task, 4, 1)
+        worker.check_memory(task, sk.Config(task="t.py:t"), 4, 1)
     monkeypatch.setattr(worker, "MEMINFO", tmp_path / "none")
-    worker.check_memory(task, 4, 1)
+    worker.check_memory(task, sk.Config(task="t.py:t"), 4, 1)
 
 
 # ---- numbers and words

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
@@ -13,8 +12,6 @@ import spmdkit as sk
 WIDTH, HIDDEN, OUT = 8, 16, 4
 BATCH_SIZE, NUM_STEPS = 16, 5
 
-tp = min(2, jax.device_count())
-mesh = jax.make_mesh((jax.device_count() // tp, tp), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
 tx = optax.sgd(0.05, momentum=0.9)
 param_specs = {"up": P(None, "tp"), "bias": P("tp"), "down": P("tp", None)}
 
@@ -33,7 +30,7 @@ def loss_fn(params, batch):
 
 
 value_and_grad = jax.shard_map(
-    jax.value_and_grad(loss_fn), mesh=mesh, in_specs=(param_specs, P("dp")), out_specs=(P(), param_specs)
+    jax.value_and_grad(loss_fn), in_specs=(param_specs, P("dp")), out_specs=(P(), param_specs)
 )
 
 
