@@ -12,6 +12,7 @@ on the step at which they save or stop. Rollbacks, evaluation and the layout bel
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import sys
 import time
@@ -33,7 +34,7 @@ from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.faults import ExitRequested, StopSignals, exit_handler, report_and_exit
 from spmdkit.faults.error_mapping import callbacks_that_raise
 from spmdkit.foundation import phase
-from spmdkit.foundation.formatting import nearest
+from spmdkit.foundation.formatting import nearest, visible
 from spmdkit.foundation.trees import is_key
 from spmdkit.plan.fit_check import start_plan_thread
 from spmdkit.program import opening
@@ -115,6 +116,7 @@ class ScriptRun:
     def __init__(self, config: Config, train_step: Callable[..., Any], state: Any, hooks: Sequence[Hook]):
         self._train_step, self._is_closed, self._wait_s = train_step, False, 0.0
         self._stop: Stop | None = None
+        self._shown: tuple[int, list[Any], TrainState] | None = None
         self._wait_for_plan: Callable[[], object] = lambda: None
         with ExitStack() as stack:
             signals = stack.enter_context(StopSignals())
@@ -216,6 +218,7 @@ class ScriptRun:
         if self._stop is not None:
             raise ConfigError(f"a hook ended the run before step {step}. End the loop when run.is_done.")
         is_first = step == run.first_step
+        self._shown = None  # the step may donate the state
         if is_first:
             with phase.during("compile"):
                 self._trace(args, kwargs)
@@ -274,7 +277,10 @@ class ScriptRun:
 
     @ignores_user_settings
     def _fields(self, step: int) -> TrainState:
-        return self._program.fields(self._parts, step)
+        """Returns the state of `step` for hooks and checkpoints; the same object until the next step."""
+        if self._shown is None or self._shown[0] != step or self._shown[1] is not self._parts:
+            self._shown = step, self._parts, self._program.fields(self._parts, step)
+        return self._shown[2]
 
     # ---- the plan
 
@@ -410,6 +416,17 @@ def _named_scalars(result: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _named_scalars(x, prefix)
     elif isinstance(result, jax.Array) and not result.shape and not is_key(result):
         yield prefix, result
+
+
+def _close_at_exit() -> None:
+    """Closes the records of a run that the script did not close. At this point Python starts no thread, so that the
+    state cannot be saved."""
+    for run in list(_open):
+        print(visible("note: the script ended without run.close(): its last state is not saved"), file=sys.stderr)
+        run._end(None)
+
+
+atexit.register(_close_at_exit)
 
 
 def _install_excepthook() -> None:

@@ -308,6 +308,15 @@ def test_an_error_of_a_script_saves_its_last_step():
     assert train(start())["count"] == 6
 
 
+def test_a_script_that_does_not_close_its_run_continues_from_its_checkpoint(capfd):
+    run = start(checkpoint={"every_steps": 2})
+    for x in rows(3):
+        run.step(run.state, x)
+    script._close_at_exit()
+    assert "without run.close()" in capfd.readouterr().err
+    assert start().start_step == 2
+
+
 BAD = {
     "setting": (lambda: start(mesh={"data": 2}), "mesh has no effect"),
     "policy": (lambda: start(on_nonfinite="skip"), "on_nonfinite.loss needs a step"),
