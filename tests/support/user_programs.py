@@ -62,7 +62,8 @@ PROGRAMS = {
     "shard_map_dp_tp": UserProgram(names={"data": "dp", "tensor": "tp"}),
 }
 """By the name of their folder, in the order of the page."""
-CASES = [(name, mesh) for name, program in PROGRAMS.items() for mesh in program.meshes]
+QUICK_MESHES = ("data 4", "data 2 x tensor 2")
+"""Meshes of the default tests; the others are slow."""
 
 
 @contextlib.contextmanager
@@ -130,7 +131,10 @@ def code_lines(path: Path) -> list[str]:
 
 def differences(name: str) -> list[tuple[list[str], list[str]]]:
     """Returns the lines of before.py that after.py replaces or deletes, each with the new lines."""
-    before, after = (code_lines(FOLDER / name / f"{file}.py") for file in ("before", "after"))
+    return _changes(*(code_lines(FOLDER / name / f"{file}.py") for file in ("before", "after")))
+
+
+def _changes(before: list[str], after: list[str]) -> list[tuple[list[str], list[str]]]:
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     return [(before[a:b], after[c:d]) for what, a, b, c, d in matcher.get_opcodes() if what != "equal"]
 
@@ -145,9 +149,9 @@ def changed_lines(name: str) -> list[str]:
 
 def table(name: str) -> str:
     """Returns the rows of the page for a program: its changed lines, the config and the whole program."""
-    cells = "\n".join(
-        f"<tr><td>\n\n{_block(old)}\n\n</td><td>\n\n{_block(new)}\n\n</td></tr>" for old, new in differences(name)
-    )
+    lines = [(FOLDER / name / f"{file}.py").read_text().splitlines() for file in ("before", "after")]
+    changed = [(_block(old), _block(new)) for old, new in _changes(*lines)]
+    cells = "\n".join(f"<tr><td>\n\n{old}\n\n</td><td>\n\n{new}\n\n</td></tr>" for old, new in changed if old or new)
     config = (FOLDER / name / "run.yaml").read_text().rstrip()
     before = (FOLDER / name / "before.py").read_text().rstrip()
     return (
@@ -158,7 +162,8 @@ def table(name: str) -> str:
 
 
 def _block(lines: list[str]) -> str:
-    return f"```python\n{chr(10).join(lines)}\n```" if lines else ""
+    text = "\n".join(lines).strip("\n")
+    return f"```python\n{text}\n```" if text else ""
 
 
 def page() -> str:
