@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import flax.linen as nn
 import jax
 import numpy as np
 
@@ -57,9 +58,13 @@ class UserProgram:
 
 PROGRAMS = {
     "imagenet_pmap": UserProgram(by_replica=True),
+    "lm1b_logical_axes": UserProgram(reductions=2),
+    "gemma_nnx": UserProgram(),
     "midgpt_constraints": UserProgram(),
     "explicit_sharding": UserProgram(),
     "shard_map_dp_tp": UserProgram(names={"data": "dp", "tensor": "tp"}),
+    "equinox_filter_shard": UserProgram(),
+    "haiku_pmap": UserProgram(),
 }
 """By the name of their folder, in the order of the page."""
 QUICK_MESHES = ("data 4", "data 2 x tensor 2")
@@ -110,7 +115,7 @@ def config_of(name: str, mesh: str) -> sk.Config:
 def program_of(name: str, mesh: str) -> Program:
     """Returns the program of after.py and run.yaml on one of MESHES. Cached, with its compiled step."""
     num = int(np.prod([1, *MESHES[mesh].values()]))
-    with machine_with(num):
+    with machine_with(num), nn.logical_axis_rules(()):  # rules that after.py sets for its process end here
         program = Program(config_of(name, mesh), module_of(name, "after").task, jax.devices())
         program.compiled  # noqa: B018 - traced while JAX has these devices
         return program

@@ -1,0 +1,101 @@
+"""A multilayer perceptron of transformed functions under pmap over "i": the structure of Haiku's examples.
+
+`transform`, `get_parameter` and `Linear` have the meaning of Haiku's, in a few lines, since Haiku is not a dependency.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import spmdkit as sk
+
+WIDTH, HIDDEN, CLASSES = 8, 16, 4
+BATCH_SIZE, NUM_STEPS = 16, 5
+_frames = []
+
+
+class Transformed(NamedTuple):
+    init: Any
+    apply: Any
+
+
+def transform(fn):
+    def run(params, key, *args):
+        _frames.append((params, key))
+        try:
+            return fn(*args)
+        finally:
+            _frames.pop()
+
+    def init(key, *args):
+        params = {}
+        run(params, key, *args)
+        return params
+
+    return Transformed(init, lambda params, *args: run(params, None, *args))
+
+
+def get_parameter(module, name, shape, init):
+    params, key = _frames[-1]
+    of_module = params.setdefault(module, {}) if key is not None else params[module]
+    if key is not None:
+        of_module[name] = init(jax.random.fold_in(key, len(params) + len(of_module)), shape)
+    return of_module[name]
+
+
+class Linear:
+    def __init__(self, size, name):
+        self.size, self.name = size, name
+
+    def __call__(self, x):
+        scaled = lambda key, shape: jax.random.truncated_normal(key, -2, 2, shape) / np.sqrt(shape[0])
+        w = get_parameter(self.name, "w", (x.shape[-1], self.size), scaled)
+        b = get_parameter(self.name, "b", (self.size,), lambda key, shape: jnp.zeros(shape))
+        return x @ w + b
+
+
+class TrainState(NamedTuple):
+    params: Any
+    opt_state: Any
+
+
+def net_fn(x):
+    x = jax.nn.relu(Linear(HIDDEN, "mlp/linear_0")(x))
+    x = jax.nn.relu(Linear(HIDDEN, "mlp/linear_1")(x))
+    return Linear(CLASSES, "mlp/linear_2")(x)
+
+
+network = transform(net_fn)
+optimizer = optax.adam(1e-2)
+
+
+def initial_state(key):
+    params = network.init(key, jnp.zeros((1, WIDTH)))
+    return TrainState(params, optimizer.init(params))
+
+
+def loss_fn(params, batch):
+    logits = network.apply(params, batch["image"])
+    losses = optax.softmax_cross_entropy(logits, jax.nn.one_hot(batch["label"], CLASSES))
+    return losses.mean()
+
+
+def update(state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+    grads, loss = lax.pmean((grads, loss), axis_name="i")
+    updates, opt_state = optimizer.update(grads, state.opt_state)
+    return TrainState(optax.apply_updates(state.params, updates), opt_state), {"loss": loss}
+
+
+def load_data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(NUM_STEPS * BATCH_SIZE, WIDTH)).astype(np.float32)
+    return {"image": x, "label": rng.integers(CLASSES, size=len(x)).astype(np.int32)}
+
+
+mapped = {"view": "replica", "axis_name": "i", "state": sk.StateView("params", "opt_state")}
+task = sk.Task(initial_state, train_step=update, train_data=load_data(), **mapped)
