@@ -75,7 +75,8 @@ QUICK_MESHES = ("data 4", "data 2 x tensor 2")
 def machine_with(num: int) -> Iterator[None]:
     """Context in which JAX has `num` devices, for programs that use all devices of their machine."""
     devices, count = (lambda *_: _DEVICES()[:num]), (lambda *_: num)
-    with mock.patch.multiple(jax, devices=devices, local_devices=devices, device_count=count, local_device_count=count):
+    machine = {"devices": devices, "local_devices": devices, "device_count": count, "local_device_count": count}
+    with mock.patch.multiple(jax, **machine), nn.logical_axis_rules(()):  # rules of after.py end with the context
         yield
 
 
@@ -115,7 +116,7 @@ def config_of(name: str, mesh: str) -> sk.Config:
 def program_of(name: str, mesh: str) -> Program:
     """Returns the program of after.py and run.yaml on one of MESHES. Cached, with its compiled step."""
     num = int(np.prod([1, *MESHES[mesh].values()]))
-    with machine_with(num), nn.logical_axis_rules(()):  # rules that after.py sets for its process end here
+    with machine_with(num):
         program = Program(config_of(name, mesh), module_of(name, "after").task, jax.devices())
         program.compiled  # noqa: B018 - traced while JAX has these devices
         return program
