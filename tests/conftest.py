@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 
 from tests.support.environment import QUICK_XLA
 
@@ -68,7 +69,11 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is imported by now stays: the collector need not walk it, nor walk what jax keeps every 700 objects."""
+    """What is imported by now stays: the collector need not walk it, nor walk what jax keeps every 700 objects.
+
+    A test may write a module twice in a second. Python would load the bytecode of the first one if both have one size.
+    """
+    sys.dont_write_bytecode = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
