@@ -81,15 +81,15 @@ def _call_init(task: Task, key: jax.Array) -> Any:
         return jax.sharding.explicit_axes(task.init, in_sharding=(PartitionSpec(),))(key)
 
 
-def init_on_one_device(task: Task, config: Config) -> tuple[Any, Callable[[jax.Array], Any]]:
-    """Returns (the abstract result of `init`, `init` in the context of one device)."""
+def init_on_one_device(task: Task, config: Config) -> tuple[Any, Callable[[jax.Array], Any], set[Rules]]:
+    """Returns (the abstract result of `init`, `init` in the context of one device, flax's rules of a `with` in it)."""
     abstract, context = _traced(functools.partial(_call_init, task), config, None)
 
     def init(key: jax.Array) -> Any:
         with trace_context.tracing(context):
             return _call_init(task, key)
 
-    return abstract, init
+    return abstract, init, context.usage.flax_rules - {context.options.flax_rules}
 
 
 def _traced(init: Callable[[jax.Array], Any], config: Config, mesh: Mesh | None) -> tuple[Any, trace_context.Context]:

@@ -23,6 +23,7 @@ from spmdkit.foundation.user_code import call_user
 from spmdkit.program.init_state import init_on_one_device
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
+from spmdkit.step import trace_context
 from spmdkit.step.leaf_roles import differentiated
 from spmdkit.step.metrics.mean import Mean
 from spmdkit.step.state import Initial, TrainState, Variables
@@ -84,15 +85,20 @@ def with_constant_init(task: Task, config: Config, dtype: str = "float32") -> Ta
     another dtype than `init` creates. With a 64-bit state the dtype is the same in every step.
     """
     with jax.default_device(jax.devices()[0]):
-        init = jax.jit(init_on_one_device(task, config)[1])
-        constants = call_user(lambda: jax.device_get(init(jax.random.key(config.seed))), "init")
+        _, init, rules = init_on_one_device(task, config)
+        constants = call_user(lambda: jax.device_get(jax.jit(init)(jax.random.key(config.seed))), "init")
     if dtype == "float64":
         task = _with_wide_state(task)
         if isinstance(constants, Variables):
             constants = constants._replace(state=jax.tree.map(_widened, constants.state))
         elif isinstance(constants, Initial):
             constants = jax.tree.map(_widened, constants)
-    return dataclasses.replace(task, init=lambda key: jax.tree.map(jnp.asarray, constants))
+
+    def constant_init(key: jax.Array) -> Any:
+        trace_context.current().usage.flax_rules.update(rules)  # the layout reads them
+        return jax.tree.map(jnp.asarray, constants)
+
+    return dataclasses.replace(task, init=constant_init)
 
 
 def _widened(x: Any) -> Any:
