@@ -66,24 +66,17 @@ class Evaluator:
         on_device = jax.eval_shape(to_device, abstract_state)
         params = jax.eval_shape(params_of, on_device)
         eval_fn, needs_key, self.note = _function(task, on_device, params, abstract_batch, stateful, groups)
-
-        shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
-
-        def sums_of(current: TrainState, examples: Any, mask: Any, number: Any) -> dict[str, Metric]:
-            params = params_of(current)
-            model_state = current.model_state
-            if groups is not None:
-                model_state = agreement.merge_groups(context.options.state_reduction, model_state)
-            inner = dataclasses.replace(context, mask=mask)
-            with trace_context.tracing(inner), trace_context.bound_replicas(inner):
-                key = rng.evaluation_key(seed) if needs_key else None
-                return evaluate(eval_fn, stateful)(params, model_state, examples, key, number)
+        evaluated = evaluate(eval_fn, stateful)
 
         def evaluate_batch(totals: Any, current: TrainState, batch: Batch) -> tuple[Any, dict[str, Metric]]:
             number, before = (jnp.zeros((), jnp.int32), None) if totals is None else totals
             arguments = to_device(current), batch.examples, batch.mask, number
+            key_seed = seed if needs_key else None
+            fixed = evaluated, context, groups is not None, params_of, key_seed
+            sums_of: Callable[..., dict[str, Metric]] = functools.partial(_sums_of, *fixed)
             if context.sharding.explicit:
                 with trace_context.tracing(context):
+                    shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
                     sums = call_explicit(context, sums_of, shardings, *arguments)
             else:
                 sums = sums_of(*arguments)
@@ -92,8 +85,9 @@ class Evaluator:
         evaluate_batch.__name__ = "evaluate"  # the name in profiles and in XLA's dumps
 
         def trace() -> Any:
-            first = lambda state, batch: evaluate_batch(None, state, batch)
-            return jax.make_jaxpr(first, return_shape=True)(abstract_state, abstract_batch)
+            return jax.make_jaxpr(functools.partial(evaluate_batch, None), return_shape=True)(
+                abstract_state, abstract_batch
+            )
 
         def lowered() -> jax.stages.Lowered:
             placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), self._totals)
@@ -171,6 +165,27 @@ def _value(metric: Metric) -> Any:
             return float(np.divide(metric.sum, metric.count)) if counted else 0.0
     value = np.asarray(metric.value)
     return value if value.ndim else float(value)
+
+
+def _sums_of(
+    evaluated: Callable[..., dict[str, Metric]],
+    context: trace_context.Context,
+    has_groups: bool,
+    params_of: Callable[[TrainState], Any],
+    key_seed: int | None,
+    current: TrainState,
+    examples: Any,
+    mask: Any,
+    number: Any,
+) -> dict[str, Metric]:
+    """Returns the metrics of one batch. `key_seed`: the seed of the random key of the function; None: it has no key."""
+    params, model_state = params_of(current), current.model_state
+    if has_groups:
+        model_state = agreement.merge_groups(context.options.state_reduction, model_state)
+    inner = dataclasses.replace(context, mask=mask)
+    with trace_context.tracing(inner), trace_context.bound_replicas(inner):
+        key = None if key_seed is None else rng.evaluation_key(key_seed)
+        return evaluated(params, model_state, examples, key, number)
 
 
 def _function(

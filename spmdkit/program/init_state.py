@@ -137,7 +137,7 @@ def _rules_of(context: trace_context.Context, config: Config) -> Rules:
 
 
 def with_user_state(task: Task, config: Config, mesh: Mesh | None = None) -> Task:
-    """Returns a task with functions on the fields of a `TrainState`, if `init` returns a train state of its own type;
+    """Returns a task with functions on the fields of a `TrainState`, if `init` returns a user-defined train state;
     any other task unchanged.
 
     Raises:
@@ -151,7 +151,7 @@ def with_user_state(task: Task, config: Config, mesh: Mesh | None = None) -> Tas
         return task
     if task.is_manual:
         raise ConfigError(
-            "Task.view is 'replica' without axis_name, and init returns a train state of its own type. Its step names "
+            "Task.view is 'replica' without axis_name, and init returns a user-defined train state. Its step names "
             "the replicas: pass axis_name='batch', and reduce with lax.pmean(grads, 'batch')."
         )
     for name in ("optimizer", "clip_norm"):

@@ -48,7 +48,7 @@ def explicit_step(train_step: Callable[..., Any], shardings: TrainState) -> Call
         context = trace_context.current()
 
         def traced(state: TrainState, batch: Any, mask: Any) -> Any:
-            # With slots of its own: a gradient that the guard would read has types here, and none outside.
+            # With separate slots: a gradient that the guard would read has types here, and none outside.
             inner = dataclasses.replace(context, slots=ReducerSlots(), mask=mask)
             rows = step_examples(inner, batch, mask, state.key)
             with trace_context.tracing(inner), trace_context.with_examples(rows):

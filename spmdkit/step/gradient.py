@@ -159,6 +159,11 @@ def _microbatch_loss(loss_fn: Loss, stateful: bool, context: Context, key: Any) 
     return one_microbatch
 
 
+def _needs_scale(usages: Sequence[Usage], loss_of: Callable[[Any], Any], params: Any) -> bool:
+    """Returns whether a gradient depends on the scale of the cotangent, by the analysis of the loss if there is one."""
+    return usages[0].needs_scale if usages else needs_scale(jax.make_jaxpr(lambda part: loss_of(part)[0])(params))
+
+
 def _local_gradient(
     loss_fn: Loss, stateful: bool, context: Context, key: Any, usages: Sequence[Usage]
 ) -> Callable[..., Any]:
@@ -187,13 +192,7 @@ def _local_gradient(
             loss_of: Callable[[Any], Any] = lambda part: body(whole_params(part), state, rows, mask, index, micro)
             primals, pull, (loss, metrics, new_state, facts), depends = _vjp(loss_of, moving)
             if divided is None:
-
-                def scaled() -> bool:
-                    if usages:  # the first is that of the loss
-                        return usages[0].needs_scale
-                    return needs_scale(jax.make_jaxpr(lambda part: loss_of(part)[0])(moving))
-
-                divided = overwrites or divides_first(context, loss, scaled)
+                divided = overwrites or divides_first(context, loss, lambda: _needs_scale(usages, loss_of, moving))
             parts: Any = microbatch_gradients(context, loss, divided, whole, primals, pull, depends)
             new_values = dict[str, Max]()
             if roles:
@@ -222,8 +221,7 @@ def _local_gradient(
             of_micro = lambda state, xs: one_microbatch(computed, state, xs[0], xs[1], index, xs[2])[:3]
             depends = shapes.facts.count_has_gradient
             whole = over_microbatches(context, of_one, of_micro, state, (micro_rows, micro_mask, micros), depends)
-        zeros = _zeros(context, shapes)
-        return lax.scan(add, as_local(context, (zeros, state)), (micro_rows, micro_mask, micros))[0]
+        return lax.scan(add, as_local(context, (_zeros(context, shapes), state)), (micro_rows, micro_mask, micros))[0]
 
     return local
 
