@@ -77,6 +77,12 @@ def call_user(fn: Callable[[], T], what: str, is_model: bool = True) -> T:
         ) from error
 
 
+def calling_line() -> str:
+    """Returns the user's line that is being executed, as it is shown after a message; empty if there is none."""
+    frames = [f for f in traceback.extract_stack() if not _is_library(f.filename)]
+    return _shown(frames[-1]) if frames else ""
+
+
 def _shown(frame: traceback.FrameSummary) -> str:
     return f"\n  {frame.filename}:{frame.lineno}: {frame.line}".rstrip(": ")
 

@@ -118,7 +118,7 @@ def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtr
 
 def check_agreement(groups: Groups, params: Any, name: str) -> Any:
     """Returns the abstract state of the sync, and checks its functions by tracing them on one copy of `params`."""
-    sync, what = groups.sync, f"sync {name}"
+    sync, what, params = groups.sync, f"sync {name}", groups.sent(params)
     view = sync.view
     assert view is not None
     of_all = jax.tree.map(lambda x: jax.ShapeDtypeStruct((groups.num, *x.shape), x.dtype), params)

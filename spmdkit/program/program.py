@@ -112,6 +112,9 @@ class Program:
         )
         self._placed = self._single  # before the reducer's state is added
         if self.groups is not None:
+            is_frozen = task.train_step is None  # a train_step may update them itself
+            frozen = [path for path, role in self._roles.items() if role == "frozen" and is_frozen]
+            self.groups = dataclasses.replace(self.groups, frozen=frozenset(frozen))
             self._placed = program_groups.place(
                 self.groups, self._single, abstract_params, self.mesh, self.sizes, plugins.split(config.sync)[0]
             )

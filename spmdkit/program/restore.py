@@ -81,7 +81,7 @@ def _regrouped(checkpoints: Restorable, step: int, program: Program) -> tuple[Tr
         if num != requested:
             state = groups.regroup_state(state, num is not None, program.groups, program.state_reduction)
         elif begins and program.groups is not None:
-            state = state.replace(sync=program.groups.sync.init(groups.mean(state.params)))
+            state = state.replace(sync=program.groups.sync.init(groups.mean(program.groups.sent(state.params))))
         if has_sync_state:
             state = state.replace(sync=saved)
         if old_delay != delay and delay:

@@ -16,6 +16,7 @@ from spmdkit.program.task import Task
 from spmdkit.step import step
 from spmdkit.step.checks.implicit_psum import refuse_summed
 from spmdkit.step.checks.reductions import check_reductions
+from spmdkit.step.checks.replica_agreement import check_agreement
 from spmdkit.step.explicit import explicit_step
 from spmdkit.step.groups import groups
 from spmdkit.step.groups.groups import Groups
@@ -96,6 +97,7 @@ class TaskStep:
         if self.task.is_manual:
             replica_axes = [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1]
             check_reductions(traced.jaxpr, replica_axes)
+            check_agreement(traced.jaxpr, replica_axes)
             untyped = jax.make_jaxpr(self.function(context.for_new_trace(), typed=False))(*arguments)
             refuse_summed("train_step", traced.jaxpr, untyped, replica_axes)
         if self.groups is not None:

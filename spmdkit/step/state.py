@@ -13,10 +13,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmdkit import compat
 from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.foundation import user_code
 from spmdkit.foundation.trees import common_dtype, describe, is_key, is_wide_float, named_leaves, path_name
+from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import leaf_roles, lost_updates, rounding, trace_context
 from spmdkit.step import rng as step_rng
+from spmdkit.step.checks.replica_agreement import require_same
 
 
 class Variables(NamedTuple):
@@ -146,7 +150,7 @@ class TrainState:
         context = trace_context.current()
         params = without_copies(self).params
         trained = leaf_roles.differentiated(params)
-        _check_gradient(context, grads, trained)
+        grads = _checked_gradient(context, grads, trained)
         as_stored: Callable[[Any], Any] = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, trained)
         grads = trace_context.shard_like_params(context, as_stored(grads), "update")
         roles = leaf_roles.roles_in(context, trained)
@@ -165,12 +169,15 @@ class TrainState:
                 "frozen": old,
             }.get(roles.get(path_name(path), ""), new)
             new_params = jax.tree.map_with_path(of_role, new_params, grads, params)
+        copy = None
+        if self.replica_copy is not None:  # typed like the parameters before, so that a cond or a scan can return both
+            copy = ReplicaCopy(compat.as_varying(new_params, REPLICA_AXES), new_params, self.replica_copy)
         new = self.replace(
-            replica_copy=None if self.replica_copy is None else ReplicaCopy(new_params, new_params, self.replica_copy),
+            replica_copy=copy,
             step=self.step + 1,
             # The program resets both. A second update within the step draws from a key that no step uses.
             rng=self.rng if trace_context.current_examples() is None else step_rng.updated_root(self.rng),
-            params=new_params,
+            params=new_params if copy is None else copy.own,
             opt_state=opt_state,
             model_state=self.model_state if model_state is None else model_state,
         )
@@ -274,7 +281,7 @@ def without_copies(state: TrainState) -> TrainState:
     return state if state.replica_copy is None else state.replica_copy.of(state.replace(replica_copy=None))
 
 
-def _check_gradient(context: trace_context.Context, grads: Any, params: Any) -> None:
+def _checked_gradient(context: trace_context.Context, grads: Any, params: Any) -> Any:
     if bool(jax.tree.structure(grads) != jax.tree.structure(params)):  # type: ignore[operator]
         found, expected = ([path for path, _ in named_leaves(tree)] for tree in (grads, params))
         missing, extra = [p for p in expected if p not in found], [p for p in found if p not in expected]
@@ -289,8 +296,7 @@ def _check_gradient(context: trace_context.Context, grads: Any, params: Any) -> 
             raise ConfigError(
                 f"apply_gradients: gradient {path} is {describe(grad)}, the parameter is {describe(leaf)}."
             )
-        if context.inside and (axes := trace_context.differing_axes(context, grad)):
-            raise ConfigError(
-                f"apply_gradients: gradient '{path}' differs between the replicas of axes {list(axes)}: the reduction "
-                "is missing. Replicas would diverge. Use sk.value_and_grad, or sk.pmean(grads) first."
-            )
+    rule = "the reduction is missing. Replicas would diverge. Use sk.value_and_grad, or sk.pmean(grads) first."
+    name: Callable[[Any], str] = lambda path: f"apply_gradients: gradient '{path_name(path)}'"
+    at = user_code.calling_line() if context.inside else ""
+    return jax.tree.map_with_path(lambda path, grad: require_same(context, grad, name(path), rule + at), grads)

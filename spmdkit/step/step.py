@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.trees import describe, first_difference, is_key, named_leaves
+from spmdkit.foundation.trees import describe, first_difference, is_key, path_name
 from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import trace_context
+from spmdkit.step.checks.replica_agreement import require_same
 from spmdkit.step.checks.return_values import RULE, check_metric_names, is_array, shape_of
 from spmdkit.step.conditional_update import conditional_update
 from spmdkit.step.finite_check import apply_guard, guard_code, guard_skips, is_skipped
@@ -185,7 +186,9 @@ def replica_step(
             new_state, metrics = _checked(state, train_step(handed, examples))
             metrics = {**metrics, **slots.metrics}
         new_state = without_copies(with_program_fields(state, new_state, inner)).replace(reducer=())
-        _require_same_on_replicas(inner, new_state, metrics)
+        update = " and update through state.apply_gradients"
+        new_state = _require_same_on_replicas(inner, new_state, "state leaf", update)
+        metrics = _require_same_on_replicas(inner, metrics, "metric")
         new_state, metrics, sizes = jax.tree.map(_untype_trivial, (new_state, metrics, slots.sizes))
         reducer_state = compat.as_varying(jax.tree.map(lambda x: x[None], slots.new_state()), REPLICA_AXES)
         new_state = new_state.replace(reducer=reducer_state)
@@ -207,16 +210,13 @@ def replica_step(
     return whole_step
 
 
-def _require_same_on_replicas(context: Context, state: TrainState, metrics: Any) -> None:
-    update = " and update through state.apply_gradients"
-    for what, tree, more in (("state leaf", state, update), ("metric", metrics, "")):
-        for path, leaf in named_leaves(tree):
-            if axes := trace_context.differing_axes(context, leaf):
-                raise ConfigError(
-                    f"train_step: {what} '{path}' differs between the replicas of axes {list(axes)}: a reduction is "
-                    "missing. The results of a per-replica step must be the same on every replica. Apply sk.pmean to "
-                    f"it{more}."
-                )
+def _require_same_on_replicas(context: Context, tree: Any, what: str, more: str = "") -> Any:
+    rule = (
+        "a reduction is missing. The results of a per-replica step must be the same on every replica. Apply sk.pmean "
+        f"to it{more}."
+    )
+    same = lambda path, x: require_same(context, x, f"train_step: {what} '{path_name(path)}'", rule)
+    return jax.tree.map_with_path(same, tree)
 
 
 def with_program_fields(state: TrainState, new_state: TrainState, context: Context | None = None) -> TrainState:

@@ -234,3 +234,30 @@ def test_an_optimizer_that_trains_nothing_runs():
     program = program_of(sk.Task(lora_init, lora_loss, nothing, train_data=DATA), MESHES["data 4"])
     losses = [float(program.step(program.init(), batch)[1]["loss"]) for _, batch in program.batches()]
     assert np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize(
+    "sync", [{"local_sgd": {"every": 2}}, {"diloco": {"every": 2}}, {"diloco": {"every": 2, "fragments": 2}}]
+)
+def test_groups_do_not_send_a_frozen_leaf(sync):
+    def sent(how):
+        program = program_of(lora_task(how), {"data": 4}, sync=sync)
+        bills = [read_bill(parse(phase.compiled.as_text()), program.sizes) for phase in program.phases]
+        return program, sum(line.bytes for bill in bills for line in bill.collectives)
+
+    for how in ("detected", "declared", "state"):
+        program, found = sent(how)
+        assert found == 2 * 3 * TRAINED // 4, how
+        assert not any("base" in leaf.path for leaf in program.layout if leaf.path.startswith("sync"))
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer": {"name": "sgd", "learning_rate": 1.0}}])
+def test_groups_train_the_same_with_a_frozen_leaf(options):
+    sync, runs = {"diloco" if options else "local_sgd": {"every": 1} | options}, []
+    for how in ("declared", "state"):
+        program = program_of(lora_task(how), {"data": 4}, sync=sync)
+        state = program.init()
+        for _, batch in program.batches():
+            state, _ = program.step(state, batch)
+        runs.append(jax.tree.map(lambda x: x[0], jax.device_get(state.params | (state.model_state or {}))))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *runs)

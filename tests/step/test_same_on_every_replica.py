@@ -116,3 +116,96 @@ def test_mean_of_identical_values_is_unchanged(pmean):
     np.testing.assert_allclose(START - np.asarray(state.params["w"]), gradient, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(metrics["mean"], batches(DATA)[0].mean(), rtol=1e-4)
     assert metrics["scale"] == 2
+
+
+def _of_one_replica(choose, mean=sk.pmean):
+    """Returns a train step of plain JAX; `choose(state, grads)` returns the next state and a metric."""
+
+    def train_step(state, x):
+        value, grads = mean(jax.value_and_grad(lambda p: square(p["w"], x).mean())(state.params))
+        new, norm = choose(state, grads)
+        return new, {"loss": value, "norm": norm}
+
+    return train_step
+
+
+def _where(state, grads):
+    """The selection of flax's dynamic loss scale."""
+    new = state.apply_gradients(grads)
+    finite = jnp.isfinite(optax.tree.norm(grads))
+    select = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    chosen = new.replace(params=select(new.params, state.params), opt_state=select(new.opt_state, state.opt_state))
+    return chosen, optax.tree.norm(chosen.params)
+
+
+def _cond(state, grads):
+    finite = jnp.isfinite(optax.tree.norm(grads))
+    new = jax.lax.cond(finite, lambda: state.apply_gradients(grads), lambda: state)
+    return new, optax.tree.norm(state.params)
+
+
+def _decayed(state, grads):
+    """A gradient plus a multiple of the parameters, clipped by the norm of the parameters."""
+    decayed = jax.tree.map(lambda g, p: g + 0.01 * p, grads, state.params)
+    scale = jnp.minimum(1, 0.1 * optax.tree.norm(state.params) / optax.tree.norm(decayed))
+    return state.apply_gradients(jax.tree.map(lambda g: scale * g, decayed)), scale
+
+
+def _first_rows(state, grads):
+    """Every second value of the parameters is updated."""
+    new = state.apply_gradients(grads)
+    merged = {"w": jax.lax.dynamic_update_slice(state.params["w"], new.params["w"][:4], (0,))}
+    return new.replace(params=merged), jnp.float32(0)
+
+
+def _scan(state, grads):
+    """Three updates with one gradient."""
+    new, norms = jax.lax.scan(lambda s, _: (s.apply_gradients(grads), s.params["w"].sum()), state, length=3)
+    return new, norms.sum()
+
+
+EQUAL = [_where, _cond, _decayed, _first_rows, _scan]
+
+
+@pytest.mark.parametrize("choose", EQUAL)
+def test_values_computed_from_equal_values_are_equal(choose):
+    def trained(mesh, view):
+        init = lambda key: {"w": jnp.asarray(START)}
+        step = _of_one_replica(choose, *[lambda tree: tree] * (view == "global"))
+        task = sk.Task(init, train_step=step, optimizer=optax.adam(0.1), train_data=DATA, view=view)
+        program = program_of(task, mesh)
+        state, told = program.init(), []
+        for _, batch in program.batches(stop=2):
+            state, metrics = program.step(state, batch)
+            told.append(metrics)
+        return jax.device_get((state.params, state.opt_state, told))
+
+    one, four = trained("one device", "global"), trained("data 4", "replica")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), one, four)
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda state, grads, x: (state.apply_gradients(grads), x.sum() * 0 + state.params["w"].sum()),
+        lambda state, grads, x: (
+            jax.lax.cond(x.sum() > 0, lambda: state.apply_gradients(grads), lambda: state),
+            jnp.float32(0),
+        ),
+        lambda state, grads, x: (
+            state.apply_gradients({"w": grads["w"] + state.params["w"] * sk.replica_index().astype(jnp.float32)}),
+            jnp.float32(0),
+        ),
+    ],
+    ids=["a metric", "a predicate", "a gradient"],
+)
+def test_a_value_that_depends_on_the_rows_of_a_replica_is_refused(choose):
+    def train_step(state, x):
+        _, grads = sk.pmean(jax.value_and_grad(lambda p: square(p["w"], x).mean())(state.params))
+        new, metric = choose(state, grads, x)
+        return new, {"metric": metric}
+
+    init = lambda key: {"w": jnp.asarray(START)}
+    task = sk.Task(init, train_step=train_step, optimizer=optax.sgd(0.1), train_data=DATA, view="replica")
+    with pytest.raises(ConfigError, match=r"differs between the replicas of axes \['data'\].*reduction is missing"):
+        program_of(task, "data 4")

@@ -22,7 +22,7 @@ from spmdkit.communication.sync.base import Mean, Sync
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import jaxprs
 from spmdkit.foundation.trees import common_dtype, is_wide_float, named_leaves, path_name
-from spmdkit.step import rng, trace_context
+from spmdkit.step import leaf_roles, rng, trace_context
 from spmdkit.step.metrics.base import Metric, reduce_parts
 from spmdkit.step.model_state import agreement as model_state_agreement
 from spmdkit.step.state import TrainState
@@ -34,12 +34,17 @@ GROUPED = ("params", "opt_state", "model_state", "ema")
 @dataclasses.dataclass(frozen=True)
 class Groups:
     """The groups of a program: `num` groups along the mesh axes `axes`. They synchronize by `sync`; `reducer` averages
-    over them (None: an exact mean)."""
+    over them (None: an exact mean). Parameters with paths in `frozen` are equal in all groups and are not sent."""
 
     axes: tuple[str, ...]
     num: int
     sync: Sync
     reducer: Reducer | None = None
+    frozen: frozenset[str] = frozenset()
+
+    def sent(self, params: Any) -> Any:
+        """Returns the parameters, of one group or of all, with None in place of the frozen ones."""
+        return leaf_roles.select(params, lambda path: path not in self.frozen)
 
     def inner(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Returns the axis sizes of the mesh of one group."""
@@ -66,7 +71,7 @@ def stack_state(groups: Groups, state: TrainState) -> TrainState:
         lambda x: jnp.broadcast_to(x, (groups.num, *x.shape)), tree
     )
     own = {name: copies(getattr(state, name)) for name in GROUPED}
-    return state.replace(**own, sync=groups.sync.init(state.params))
+    return state.replace(**own, sync=groups.sync.init(groups.sent(state.params)))
 
 
 # ---- communication
@@ -117,7 +122,8 @@ def agreement_fn(sync: Sync, turn: int) -> Callable[[Any, Any, Mean], tuple[Any,
 def agreed_state(groups: Groups, state: TrainState, turn: int, mean: Mean) -> TrainState:
     """Returns the state after groups synchronize; `mean` averages over the groups."""
     with jax.named_scope(trace_context.SYNC):
-        params, sync_state = agreement_fn(groups.sync, turn)(state.params, state.sync, mean)
+        sent, sync_state = agreement_fn(groups.sync, turn)(groups.sent(state.params), state.sync, mean)
+    params = leaf_roles.fill(sent, state.params)
     same = jax.tree.map(
         lambda x, p: jnp.broadcast_to(x, p.shape).astype(p.dtype) if is_wide_float(p.dtype) else p, params, state.params
     )
@@ -127,8 +133,9 @@ def agreed_state(groups: Groups, state: TrainState, turn: int, mean: Mean) -> Tr
 def merged_state(groups: Groups, state: TrainState, declared: model_state_agreement.Kinds) -> TrainState:
     """Returns the single copy of the state to evaluate and export. `declared`: the task's state reductions."""
     assert groups.sync.view is not None
+    first = jax.tree.map(lambda x: x[0], state.params)
     return state.replace(
-        params=groups.sync.view(state.params, state.sync, mean),
+        params=leaf_roles.fill(groups.sync.view(groups.sent(state.params), state.sync, mean), first),
         opt_state=mean(state.opt_state),
         model_state=model_state_agreement.merge_groups(declared, state.model_state),
         ema=mean(state.ema),

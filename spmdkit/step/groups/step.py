@@ -136,7 +136,7 @@ def synchronous_step(
     def train_step(state: TrainState, batch: Batch) -> Stepped:
         copy = local_copy({name: getattr(state, name) for name in GROUPED})
         new, metrics, of_step = whole(state.replace(**copy, sync=None), batch)
-        sync_state = groups.sync.init(new.params)  # the sync's state after the last synchronous step
+        sync_state = groups.sync.init(groups.sent(new.params))  # the sync's state after the last synchronous step
         new = new.replace(**group_copies({name: getattr(new, name) for name in GROUPED}), sync=sync_state)
         return new, metrics, jax.tree.map(for_groups, of_step, checks)
 
