@@ -12,6 +12,7 @@ from spmdkit.foundation.version import __version__
 
 if TYPE_CHECKING:
     from spmdkit import testing as testing
+    from spmdkit.checkpoint.export import load_params as load_params
     from spmdkit.communication.reducers.base import Reducer as Reducer
     from spmdkit.communication.sync.base import Sync as Sync
     from spmdkit.config import Config as Config, load_config as load_config
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         sync as sync,
         task as task,
         tracker as tracker,
+        weights as weights,
     )
     from spmdkit.metrics.trackers.base import Tracker as Tracker
     from spmdkit.ops.attention import attention as attention
@@ -84,12 +86,13 @@ if TYPE_CHECKING:
     from spmdkit.step.trace_context import shard as shard, sharded_arange as sharded_arange
 
 _NAMES = {
+    "checkpoint.export": "load_params",
     "communication.reducers.base": "Reducer",
     "communication.sync.base": "Sync",
     "config": "Config load_config",
     "data.per_process": "per_process",
     "errors": "SpmdkitError",
-    "foundation.user_code": "hook reducer tracker sync task",
+    "foundation.user_code": "hook reducer tracker sync task weights",
     "metrics.trackers.base": "Tracker",
     "ops.attention": "attention",
     "ops.context": "context_order context_positions context_restore",

@@ -7,12 +7,12 @@ another mesh. record.json is written just before orbax renames the temporary dir
 from spmdkit.checkpoint.checkpoints import Checkpoints
 from spmdkit.checkpoint.export import export, mean_of_groups, read_state
 from spmdkit.checkpoint.lease import Lease
-from spmdkit.checkpoint.listing import best_step, hold_step, inspect, ls, newest_step, verify
+from spmdkit.checkpoint.listing import best_step, choose_step, hold_step, inspect, ls, newest_step, verify
 from spmdkit.checkpoint.object_store import Remote
 from spmdkit.checkpoint.quarantine import DAMAGED_MARK
 from spmdkit.checkpoint.record import ignored_entries
 from spmdkit.checkpoint.retention import remove
-from spmdkit.checkpoint.run_directory import prepare_run_dir, run_lock
+from spmdkit.checkpoint.run_directory import checkpoints_of_run, prepare_run_dir, run_lock
 from spmdkit.checkpoint.state_dict import leaf_table, nest
 
 __all__ = [
@@ -21,6 +21,8 @@ __all__ = [
     "Lease",
     "Remote",
     "best_step",
+    "checkpoints_of_run",
+    "choose_step",
     "export",
     "hold_step",
     "ignored_entries",

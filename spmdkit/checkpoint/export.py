@@ -7,7 +7,7 @@ The record describes every leaf, so neither the task nor its code is needed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from spmdkit.checkpoint import listing, location, record, state_dict
 from spmdkit.checkpoint.location import Location
+from spmdkit.checkpoint.run_directory import checkpoints_of_run
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
 from spmdkit.foundation import files
 from spmdkit.foundation.formatting import nearest
@@ -52,12 +53,42 @@ def export(
         CheckpointWriteError: `out` cannot be written.
     """
     directory, out = location.resolve(directory), Path(out).absolute()
-    for value, options in ((format, FORMATS), (which, PARTS)):
-        if value not in options:
-            raise ConfigError(f"export: unknown {value!r}. Valid: {', '.join(options)}.{nearest(value, options)}")
+    _check_choice("export", format, FORMATS)
+    _check_choice("export", which, PARTS)
     if os.path.lexists(out):
         raise ConfigError(f"export to {out}: it exists. Nothing is overwritten. Choose another name or remove it.")
-    with listing.hold_step(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
+    step, arrays = _read_params(directory, step, which, evaluated)
+    _write(out, format, arrays, {"step": str(step), "which": which})
+    return step
+
+
+def load_params(run: Path | str, what: str = "params") -> Any:
+    """Returns the parameters of a checkpoint as numpy arrays, in nested dicts by their paths, without config or mesh.
+
+    Args:
+        run: the directory of a run or the URL of its bucket, with `@best` or `@200`; default: the newest step.
+        what: `params`, `ema`, or `training`, as in `export`.
+
+    Raises:
+        CheckpointError: the step does not exist, is damaged, or does not contain the part.
+        ConfigError: `what` is unknown, or `run` is no directory.
+    """
+    _check_choice("load_params", what, PARTS)
+    where, step = location.split_step(str(run))
+    _, arrays = _read_params(location.resolve(checkpoints_of_run(where)), step, what, None)
+    return arrays[what] if arrays.keys() == {what} else state_dict.nest(arrays)
+
+
+def _check_choice(what: str, value: str, options: Sequence[str]) -> None:
+    if value not in options:
+        raise ConfigError(f"{what}: unknown {value!r}. Valid: {', '.join(options)}.{nearest(value, options)}")
+
+
+def _read_params(
+    directory: Location, step: int | str | None, which: str, evaluated: Evaluated | None
+) -> tuple[int, dict[str, np.ndarray]]:
+    """Returns (step, path -> array); see `export`."""
+    with listing.hold_step(directory, lambda: listing.choose_step(directory, step)) as chosen:
         saved = record.read_record(directory, chosen)
         record.check_files(directory, saved)
         with location.local_copy(directory, saved.step) as local:
@@ -73,8 +104,7 @@ def export(
         arrays = evaluated(arrays, saved.user)
     elif saved.user.get("groups"):  # of replicas that train separately: their mean, which evaluation uses
         arrays = {name: mean_of_groups(array) for name, array in arrays.items()}
-    _write(out, format, arrays, {"step": str(saved.step), "which": which})
-    return saved.step
+    return saved.step, arrays
 
 
 def _write(out: Path, format: str, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
@@ -168,7 +198,7 @@ def read_state(directory: Path, step: int | None = None) -> dict[str, np.ndarray
     Raises:
         CheckpointError: the step does not exist, or is damaged.
     """
-    with listing.hold_step(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
+    with listing.hold_step(directory, lambda: listing.choose_step(directory, step)) as chosen:
         saved = record.read_record(directory, chosen)
         record.check_files(directory, saved)
         return _read_state(directory, saved)

@@ -49,6 +49,13 @@ def hold_step(directory: Location, choose: Callable[[], int]) -> Iterator[int]:
     yield choose()
 
 
+def choose_step(directory: Location, step: int | str | None) -> int:
+    """Returns a step that is named by its number, as `best`, or not (the newest)."""
+    if step == "best":
+        return best_step(directory)
+    return newest_step(directory) if step is None else int(step)
+
+
 def best_step(directory: Location) -> int:
     """Returns the best committed step by the rule `checkpoint.best` of the newest record that has one.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -40,6 +41,12 @@ def is_url(text: str | Path) -> bool:
     """Returns whether a text is a bucket URL rather than a local path."""
     scheme, mark, _ = str(text).partition("://")
     return bool(mark) and scheme in SCHEMES
+
+
+def split_step(text: str) -> tuple[str, int | str | None]:
+    """Returns (run, step) of `runs/first@200`, `runs/first@best`, or `runs/first` (step None: the newest)."""
+    match = re.fullmatch(r"(.+)@(best|\d{1,12})", text)
+    return (text, None) if match is None else (match[1], "best" if match[2] == "best" else int(match[2]))
 
 
 def names(directory: Location) -> list[str]:

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import math
 import sys
@@ -273,12 +274,34 @@ def load_numpy(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
         return _from_disk(checkpointer.restore(str(folder / STATE_FOLDER), args=args), tree)
 
 
-def read_leaf(folder: Path, path: str) -> None:
-    """Reads one complete array of a step, with the same code path as orbax, and discards it."""
+def open_array(folder: Path, name: str, zarr3: bool = True, ocdbt: bool = True) -> Any:
+    """Returns a tensorstore of one array of a checkpoint. `folder`: of its arrays; `name`: its path, joined by dots."""
     import tensorstore as ts
 
-    store = {"driver": "ocdbt", "base": (folder / STATE_FOLDER).as_uri() + "/", "path": path.replace("/", ".") + "/"}
-    ts.open({"driver": "zarr3", "kvstore": store}, open=True, read=True).result().read().result()
+    inside = {"driver": "ocdbt", "base": f"{folder.as_uri()}/", "path": f"{name}/"}
+    store = inside if ocdbt else {"driver": "file", "path": f"{folder / name}/"}
+    driver = "zarr3" if zarr3 else "zarr"
+    return ts.open({"driver": driver, "kvstore": store}, open=True, read=True).result()
+
+
+def read_leaf(folder: Path, path: str) -> None:
+    """Reads one complete array of a step, with the same code path as orbax, and discards it."""
+    open_array(folder / STATE_FOLDER, path.replace("/", ".")).read().result()
+
+
+def plain_arrays(folder: Path) -> dict[str, tuple[tuple[int, ...], Any, Callable[[], Any]]]:
+    """Returns `{path: (shape, dtype, a function that opens it)}` of the arrays of a checkpoint that orbax wrote."""
+    metadata = json.loads((folder / "_METADATA").read_text(encoding="utf-8"))
+    form = bool(metadata.get("use_zarr3")), (folder / "manifest.ocdbt").exists()
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        tree = checkpointer.metadata(str(folder)).item_metadata.tree
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "directory"))[0]
+    keys = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+    return {
+        path: (tuple(leaf.shape), jax.numpy.dtype(leaf.dtype), functools.partial(open_array, folder, leaf.name, *form))
+        for path, leaf in keys
+        if getattr(leaf, "shape", None) is not None and leaf.dtype is not None
+    }
 
 
 def write_plain(folder: Path, tree: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from spmdkit.checkpoint import ownership
+from spmdkit.checkpoint import location, ownership
 from spmdkit.checkpoint.record import first_line
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.files import FILE_MODE, FOLDER_MODE
@@ -96,3 +96,32 @@ def _owner_of(path: Path) -> str:
             return ownership.describe_owner(ownership.parse_owner(file.read(4096)))
     except OSError:  # the file was deleted
         return ownership.last_owner(path.parent)
+
+
+def checkpoints_of_run(run: str) -> location.Location:
+    """Returns the location of the checkpoints of a run: in its directory, or the object store that `run` or its
+    config.yaml names.
+
+    Raises:
+        ConfigError: it is no directory.
+    """
+    if location.is_url(run):
+        return location.resolve(run)
+    inside = Path(run) / "checkpoints"
+    if not inside.is_dir() and (url := _bucket_of(Path(run))):
+        return location.resolve(url)
+    folder = inside if inside.is_dir() else Path(run)
+    if not folder.is_dir():
+        raise ConfigError(f"{run} is not a directory. Pass a run's directory, which holds checkpoints/.")
+    return folder
+
+
+def _bucket_of(run: Path) -> str | None:
+    """Returns the `checkpoint.directory` of a run's config, or None."""
+    import yaml
+
+    try:
+        directory = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]["directory"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError):
+        return None
+    return str(directory) if directory else None

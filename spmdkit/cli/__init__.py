@@ -89,16 +89,20 @@ def eval(
         int | None, typer.Option(help="Evaluate this step; default: the newest.", show_default=False)
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="Evaluate the best step by checkpoint.best.")] = False,
+    initial: Annotated[
+        bool, typer.Option("--initial", help="Evaluate the state before step 1, of init_from or init.")
+    ] = False,
     json_: AsJson = False,
 ) -> None:
-    """Evaluate the newest checkpoint of a config's run, the best one, or that of a step."""
+    """Evaluate the newest checkpoint of a config's run, the best one, that of a step, or the state before step 1."""
     from spmdkit.run.hooks.finite import check_evaluation
     from spmdkit.run.loop import evaluate as run
 
-    if best and step is not None:
-        raise ConfigError(f"eval has --step {step} and --best. Each selects a checkpoint. Omit one.")
+    flags = [f"--step {step}"] * (step is not None) + ["--best"] * best + ["--initial"] * initial
+    if len(flags) > 1:
+        raise ConfigError(f"eval has {' and '.join(flags)}. Each selects a state. Omit one.")
     loaded, cluster = _join(config, overrides)
-    step, values = run(loaded, cluster, step=step, best=best)
+    step, values = run(loaded, cluster, step=step, best=best, initial=initial)
     if cluster.is_main:
         plain = {name: x if isinstance(x, float) else x.tolist() for name, x in values.items()}  # arrays of sk.bincount
         if json_:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from spmdkit.cli.options import AsJson
-from spmdkit.errors import CheckpointError, ConfigError
+from spmdkit.errors import CheckpointError
 from spmdkit.foundation.formatting import visible
 
 app = typer.Typer(help="List, inspect, export, verify and remove checkpoints.", no_args_is_help=True)
@@ -31,7 +31,7 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
     from spmdkit.foundation.formatting import format_bytes
     from spmdkit.foundation.run_status import unfinished
 
-    folder = _checkpoints(run)
+    folder = checkpoint.checkpoints_of_run(run)
     rows = checkpoint.ls(folder)
     ignored = checkpoint.ignored_entries(folder)
     attempt = unfinished(Path(run) if isinstance(folder, checkpoint.Remote) else folder.parent)
@@ -58,7 +58,7 @@ def checkpoint_inspect(run: RunDir, step: Step = None, json_: AsJson = False) ->
     """Show the leaves of a checkpoint."""
     from spmdkit import checkpoint
 
-    contents = checkpoint.inspect(_checkpoints(run), step)
+    contents = checkpoint.inspect(checkpoint.checkpoints_of_run(run), step)
     if json_:
         print(json.dumps(contents))
         return
@@ -87,7 +87,7 @@ def checkpoint_export(
         grouped = checkpoint.mean_of_groups if record.get("groups") else None
         return evaluated_arrays(config, task_of(config), arrays, grouped)
 
-    where = _checkpoints(run)
+    where = checkpoint.checkpoints_of_run(run)
     checkpoint.export(where, step, out, format=format, which=which, evaluated=evaluated)  # type: ignore[arg-type]
     echo(out)
 
@@ -98,7 +98,7 @@ def checkpoint_verify(run: RunDir, step: Step = None, json_: AsJson = False) -> 
     from spmdkit import checkpoint
     from spmdkit.foundation.formatting import format_bytes
 
-    rows = checkpoint.verify(_checkpoints(run), step)
+    rows = checkpoint.verify(checkpoint.checkpoints_of_run(run), step)
     if json_:
         print(json.dumps({"checkpoints": rows}))
     for row in [] if json_ else rows:
@@ -119,11 +119,10 @@ def checkpoint_rm(
     """Remove checkpoints of a run that is not training; never the last intact one."""
     from spmdkit import checkpoint
 
-    folder = _checkpoints(run)
-    remote = isinstance(folder, checkpoint.Remote)
+    folder = checkpoint.checkpoints_of_run(run)
     with (
         checkpoint.Lease(folder, secrets.token_hex(8), print_line=echo)
-        if remote
+        if isinstance(folder, checkpoint.Remote)
         else checkpoint.run_lock(folder.parent)
     ):
         checkpoint.remove(folder, steps)
@@ -144,30 +143,3 @@ def _local_time(seconds: float | None) -> str:
         return f"{'unknown time':<19}"
     moment = datetime.datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
     return f"{moment} ({format_duration(max(0.0, time.time() - seconds))} ago)"
-
-
-def _checkpoints(run: str) -> Any:
-    """Returns the location of the checkpoints of RUN: a local folder, or the object store named by RUN or its
-    config.yaml."""
-    from spmdkit.checkpoint import location
-
-    if location.is_url(run):
-        return location.resolve(run)
-    inside = Path(run) / "checkpoints"
-    if not inside.is_dir() and (url := _bucket_of(Path(run))):
-        return location.resolve(url)
-    folder = inside if inside.is_dir() else Path(run)
-    if not folder.is_dir():
-        raise ConfigError(f"{run} is not a directory. Pass a run's directory, which holds checkpoints/.")
-    return folder
-
-
-def _bucket_of(run: Path) -> str | None:
-    """Returns the `checkpoint.directory` of a run's config, or None."""
-    import yaml
-
-    try:
-        directory = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]["directory"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError):
-        return None
-    return str(directory) if directory else None

@@ -191,6 +191,22 @@ LayoutRule = Annotated[
 ]
 """A path pattern (regex, matched with fullmatch) and, for each dim, a logical or mesh axis, several axes, or None."""
 
+NameRule = Annotated[
+    tuple[Pattern, str | None],
+    Field(strict=False),
+    expects(
+        "a pair [regular expression over names in the file, path of a leaf, or null for an array that is not used]",
+        '[["h\\.(\\d+)\\.weight", "blocks/\\1/w"]]',
+    ),
+]
+NameRules = Annotated[
+    list[NameRule] | str | Annotated[dict[str, Any], Field(min_length=1, max_length=1)],
+    expects(
+        "a list of pairs [pattern, path of a leaf], or file.py:name of a function under @sk.weights",
+        '[["h\\.(\\d+)\\.weight", "blocks/\\1/w"]]',
+    ),
+]
+
 AxisName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$", examples=["dp"])]
 Axis = Literal["replica", "data", "pipeline", "fsdp", "expert", "context", "tensor"]
 MeshAxes = Annotated[
@@ -247,6 +263,13 @@ def dtype_to_mapping(value: Any) -> Any:
                 _no_float16(value), ("float32", "bfloat16"), "a mapping {compute, params, reduce, inputs}"
             )
         }
+    return value
+
+
+def source_to_mapping(value: Any) -> Any:
+    """Returns `{file: value}` or `{path: value}` for the name of a source of weights."""
+    if isinstance(value, str):
+        return {"file" if value.endswith((".safetensors", ".json")) else "path": value}
     return value
 
 

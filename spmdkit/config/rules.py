@@ -25,7 +25,19 @@ MAX_DEPTH = 32
 
 def check(config: Settings, folder: Path) -> list[Problem]:
     """Returns the problems between individually valid fields of a config. `folder` is the base of relative paths."""
-    rules = (_task, _batch, _mesh, _layout, _choices, _remat, _learning, _deterministic, _without_effect, _combinations)
+    rules = (
+        _task,
+        _init_from,
+        _batch,
+        _mesh,
+        _layout,
+        _choices,
+        _remat,
+        _learning,
+        _deterministic,
+        _without_effect,
+        _combinations,
+    )
     return [*run_dir.problems(config, folder), *(problem for rule in rules for problem in rule(config))]
 
 
@@ -37,6 +49,23 @@ def _task(config: Settings) -> Iterator[Problem]:
             yield Problem(("task_args", key), "is not a valid name of a keyword argument in Python. Rename it.")
     yield from plain_values(config.task_args, ("task_args",))
     yield from _hidden(config.task_args, ("task_args",))
+
+
+def _init_from(config: Settings) -> Iterator[Problem]:
+    if (given := config.init_from) is None:
+        return
+    where: KeyPath = ("init_from",)
+    if (given.file is None) == (given.path is None):
+        found = "neither" if given.file is None else "both"
+        yield Problem(where, f"has {found} of file and path. It has one source. Try init_from: runs/first@best.")
+    elif given.file is not None and not given.file.endswith((".safetensors", ".safetensors.index.json")):
+        text = f"should be a .safetensors file or a .safetensors.index.json, found {show(given.file)}"
+        yield Problem((*where, "file"), f"{text}. Convert the file, or name a run or a folder of orbax by path.")
+    if isinstance(given.names, list):
+        return
+    yield from plain_values(given.names, (*where, "names"))
+    if problem := reference_problem(plugins.split(given.names)[0], "weights"):
+        yield Problem((*where, "names"), problem)
 
 
 def _hidden(value: Any, path: KeyPath) -> Iterator[Problem]:

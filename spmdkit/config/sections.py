@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -175,6 +176,31 @@ class Eval(Section):
     """Global examples per evaluation batch; null: batch_size."""
     params: Literal["params", "ema"] = "params"
     """The parameters to evaluate. ema needs the key ema."""
+
+
+class InitFrom(Section):
+    """The state before step 1, from weights of another program or run. Each device reads only its slice. A plain
+    `init_from: runs/first@best` means {path: runs/first@best}."""
+
+    file: fields.FileName | None = Field(default=None, examples=["model.safetensors"])
+    """A safetensors file, or the model.safetensors.index.json of several. Excludes path."""
+    path: fields.FileName | None = Field(default=None, examples=["runs/first@best"])
+    """The directory or bucket of a run, with @best or @STEP (otherwise the newest step), or a folder that orbax
+    wrote."""
+    names: fields.NameRules = Field(default_factory=list)
+    """Pairs [regular expression that matches a whole name in the source, path of a parameter or null], or file.py:name
+    of a function under @sk.weights, {file.py:name: {option: value}} with its keyword arguments. Names without a rule
+    are paths, with / or dots."""
+    what: list[Literal["params", "opt_state", "model_state", "ema"]] | None = Field(default=None, min_length=1)
+    """Parts of the state to load; [ema] loads the average as the parameters. null: params, and model_state if a run
+    has it. The rest starts new."""
+    strict: fields.Flag = True
+    """true: every leaf is loaded, and every array is used; false: init initializes the other leaves."""
+
+    def located(self, folder: Path) -> str:
+        """Returns the absolute path, or the URL. `folder`: the base of relative paths."""
+        source = self.file or self.path or ""
+        return source if "://" in source else str(folder / source)
 
 
 class Log(Section):

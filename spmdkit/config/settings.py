@@ -20,6 +20,15 @@ class Settings(Section):
     """Keyword arguments, if the target is a function that returns a Task."""
     run_dir: fields.FileName | None = None
     """Directory of the run, relative to the config's folder; null: runs/<config name>."""
+    init_from: (
+        Annotated[
+            sections.InitFrom,
+            BeforeValidator(fields.source_to_mapping, json_schema_input_type=str | sections.InitFrom),
+        ]
+        | None
+    ) = None
+    """Weights that replace those of the task's init: a safetensors file, a run (runs/first@best), a bucket, or a folder
+    of orbax. A checkpoint of this run takes precedence; null: init."""
     seed: fields.Seed = 0
     """Seed of the initial parameters, the order of examples and all random keys."""
     steps: fields.Count = 100

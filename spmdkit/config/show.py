@@ -33,8 +33,9 @@ _Dumper.add_representer(tuple, _Dumper.represent_list)
 def to_yaml(config: Config, absolute_paths: bool = False, hide_secrets: bool = False) -> str:
     """Returns every setting, including defaults, as YAML that loads back to an equal config.
 
-    With `absolute_paths`, `task` and `run_dir` are absolute, so that the text is valid in any folder. With
-    `hide_secrets` (used for all files), secrets are `***`. Such a config is rejected until the values are filled in.
+    With `absolute_paths`, `task`, `run_dir` and the source of `init_from` are absolute, so that the text is valid in
+    any folder. With `hide_secrets` (used for all files), secrets are `***`. Such a config is rejected until the values
+    are filled in.
     """
     return _written(config, config.model_dump() | {"mesh": _mesh(config)}, absolute_paths, hide_secrets)
 
@@ -57,6 +58,9 @@ def _written(config: Config, values: dict[str, Any], absolute_paths: bool, hide_
     if absolute_paths:
         values["task"] = ":".join(config.task_reference())
         values["run_dir"] = str(config.resolved_run_dir())
+        if config.init_from is not None:
+            key = "file" if config.init_from.path is None else "path"
+            values["init_from"] |= {key: config.init_from.located(config.folder)}
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
 

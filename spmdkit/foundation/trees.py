@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +20,12 @@ def path_name(path: tuple[Any, ...]) -> str:
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Returns `[(path, leaf), ...]` in flattening order; `None` is not a leaf."""
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def replace_leaves(tree: Any, name: str, leaves: Mapping[str, Any]) -> Any:
+    """Returns the tree with the leaves that are in `leaves` by their path below `name`."""
+    under = (jax.tree_util.GetAttrKey(name),)
+    return jax.tree.map_with_path(lambda path, x: leaves.get(path_name((*under, *path)), x), tree)
 
 
 def check_names(tree: Any, what: str) -> None:

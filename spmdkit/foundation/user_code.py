@@ -1,8 +1,8 @@
 """User code: imports the objects that a config names, and calls functions so that errors report the user's line.
 
 A config may name only registered objects: `task: os:system` must not run a command. A function has to be registered
-(`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.sync`, `@sk.tracker`) in the module that the config names; otherwise the
-name has to be an object of that kind.
+(`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.sync`, `@sk.tracker`, `@sk.weights`) in the module that the config names;
+otherwise the name has to be an object of that kind.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from spmdkit.foundation.formatting import nearest
 T = TypeVar("T")
 
 KEYS = {"task": "task", "hook": "hooks", "reducer": "reducer", "sync": "sync", "tracker": "log.trackers"}
+KEYS |= {"weights": "init_from.names"}
 """Kind of registered function -> the key in a config."""
 
 _MARK = "__spmdkit_declared__"
@@ -149,7 +150,7 @@ def declared(kind: str) -> Callable[[T], T]:
     return declare
 
 
-task, hook, reducer, sync, tracker = map(declared, KEYS)
+task, hook, reducer, sync, tracker, weights = map(declared, KEYS)
 
 
 def find(text: str, kind: str, folder: Path, instance: type | None = None) -> Any:

@@ -95,13 +95,13 @@ class GradientStep:
         turn: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008  stateless
     ):
         self._turn = turn
-        unused: dict[str, Any] = dict.fromkeys(("optimizer", "learning_rate", "ema", "checkpoint"))
+        unused: dict[str, Any] = dict.fromkeys(("optimizer", "learning_rate", "ema", "checkpoint", "init_from"))
         config = replace_keys(synchronous(config), unused | {"eval": {}, "on_nonfinite": "continue"})
         changes: dict[str, Any] = dict.fromkeys(("loss_fn", "eval_data", "eval_fn")) | {"hooks": ()}
         changes |= {"train_step": _gradient_step(task), "optimizer": _gradient_recorder()}
         self.program = Program(config, dataclasses.replace(task, **changes), devices)
         with turn:
-            self._state = jax.block_until_ready(self.program.init())
+            self._state = jax.block_until_ready(_without_variables(self.program))
         self._params = self.program.state_sharding.params
         self._of_state = self.program.state_sharding.model_state
 
@@ -145,6 +145,13 @@ def _gradient_recorder() -> optax.GradientTransformation:
         lambda params: {"gradient": zeros(params)},
         lambda grads, state, params=None: (zeros(grads), {"gradient": grads}),
     )
+
+
+def _without_variables(program: Program) -> Any:
+    """Returns the state before step 1. Parameters and model state, which servers send, are abstract."""
+    leaves = named_leaves(program.abstract_state)
+    made = program.init_leaves([path for path, _ in leaves if path.split("/")[0] not in ("params", "model_state")])
+    return jax.tree.unflatten(jax.tree.structure(program.abstract_state), [made.get(path, x) for path, x in leaves])
 
 
 def _gradient_step(task: Task) -> Any:

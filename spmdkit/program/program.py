@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
-from spmdkit.foundation.trees import abstract, check_names, named_leaves
+from spmdkit.foundation.trees import abstract, check_names, named_leaves, replace_leaves
 from spmdkit.foundation.user_code import call_user
 from spmdkit.mesh import mesh
 from spmdkit.program import auto, compile_log, compiler, memory, padding_check, phases
@@ -38,6 +39,7 @@ from spmdkit.program.eval_params import eval_params_of
 from spmdkit.program.evaluation import Evaluator, check_best
 from spmdkit.program.explain import explain
 from spmdkit.program.feeds import Feeds, check_rows, limited, open_feeds
+from spmdkit.program.init_from import InitFrom
 from spmdkit.program.init_state import abstract_init, check_jit, check_precision, input_notes, with_user_state
 from spmdkit.program.phases import Phase
 from spmdkit.program.row_table import Row, row_table, row_warnings
@@ -95,6 +97,7 @@ class Program:
         self.optimizer = program_groups.optimizer_of(config, task)
         traced_init = abstract_init(task, config, self.mesh)
         self._init, abstract_params, abstract_model_state, self._annotations, self.notes = traced_init
+        self._variables = state.Initial(abstract_params, abstract_model_state)
         self.stateful = abstract_model_state is not None
         task.check_functions(self.stateful)
         self.groups = program_groups.groups_of(config, self.sizes, task.is_manual)
@@ -154,17 +157,29 @@ class Program:
         """The number of shards of a batch."""
         return mesh.count(self.sizes, mesh.BATCH_AXES)
 
-    def _create_one(self, key: jax.Array) -> TrainState:
-        """Returns one copy of the state before the first step, without the reducer's state."""
+    def _create_one(self, key: jax.Array, loaded: Mapping[str, jax.Array] | None = None) -> TrainState:
+        """Returns one copy of the state before the first step, without the reducer's state.
+
+        Args:
+            loaded: path -> leaf of one copy, instead of that of `init`.
+        """
+        loaded = loaded or {}
         variables = self._init(key)
-        model_state = variables.state
+        params = replace_leaves(variables.params, "params", loaded)
+        model_state = replace_leaves(variables.state, "model_state", loaded)
         if (num := self._state_groups) is not None:
             model_state = jax.tree.map(lambda x: jnp.stack([x] * num), model_state)
         options = self.config.seed, self.config.ema
-        return state.create(variables.params, model_state, self.optimizer, *options, variables.opt_state)
+        current = state.create(params, model_state, self.optimizer, *options, variables.opt_state)
+        return current.replace(
+            opt_state=replace_leaves(current.opt_state, "opt_state", loaded),
+            ema=replace_leaves(current.ema, "ema", loaded),
+        )
 
-    def _create_state(self, key: jax.Array) -> TrainState:
-        state = self._create_one(key)
+    def _create_state(self, key: jax.Array, loaded: Mapping[str, jax.Array]) -> TrainState:
+        """Returns the state before the first step. `loaded`: path -> leaf, instead of that of `init`."""
+        one_copy = {path: x[(0,) * (x.ndim - len(self._leaves[path].shape))] for path, x in loaded.items()}
+        state = self._create_one(key, one_copy)
         state = state if self.groups is None else groups.stack_state(self.groups, state)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract_state.reducer)
         return state.replace(reducer=zeros)
@@ -403,28 +418,79 @@ class Program:
 
     # ---- arrays
 
+    @functools.cached_property
+    def _leaves(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The leaves of one copy of the state that `init_from` can load."""
+        one = self._abstract_state
+        parts = {"params": self._variables.params, "model_state": self._variables.state}
+        return dict(named_leaves(parts | {"opt_state": one.opt_state, "ema": one.ema}))
+
+    @functools.cached_property
+    def init_from(self) -> InitFrom | None:
+        """The leaves that the config's `init_from` loads, matched with the state; None without it."""
+        return None if self.config.init_from is None else InitFrom(self.config, self._leaves)
+
+    @functools.cached_property
+    def _loadable(self) -> dict[str, Any]:
+        """Path -> abstract leaf of the leaves that `init_from` loads."""
+        paths = frozenset[str]() if self.init_from is None else self.init_from.paths
+        return {path: x for path, x in named_leaves(self.abstract_state) if path in paths}
+
+    def _load(self, paths: Collection[str]) -> dict[str, jax.Array]:
+        targets = {path: x for path, x in self._loadable.items() if path in paths}
+        return self.init_from.read(targets) if self.init_from is not None and targets else {}
+
+    def _init_program(self, paths: Collection[str]) -> Any:
+        """Returns the function (key, loaded leaves) -> leaves `paths` of the state before the first step, in order."""
+        paths = frozenset(paths)
+        placed = [x.sharding for path, x in named_leaves(self.abstract_state) if path in paths]
+        create = lambda key, loaded: [x for path, x in named_leaves(self._create_state(key, loaded)) if path in paths]
+        return jax.jit(create, out_shardings=placed)
+
     @ignores_user_settings
     def init(self) -> TrainState:
-        """Returns the state before the first step. Each leaf is created with its sharding; bitwise the same on every
-        mesh."""
-        state: TrainState = call_user(lambda: self._compiled_init(jax.random.key(self.config.seed)), "init")
-        return state
+        """Returns the state before the first step: leaves of the config's `init_from`, all others of the task's `init`.
+        Each leaf is created with its sharding. Those of `init` are bitwise the same on every mesh."""
+        loaded, key = self._load(self._loadable), jax.random.key(self.config.seed)
+        created: Iterator[jax.Array] = iter(call_user(lambda: self._compiled_init(key, loaded), "init"))
+        leaves = [loaded[path] if path in loaded else next(created) for path, _ in named_leaves(self.abstract_state)]
+        return jax.tree.unflatten(jax.tree.structure(self.abstract_state), leaves)  # type: ignore[no-any-return]
 
+    @ignores_user_settings
     def init_leaves(self, paths: Collection[str]) -> dict[str, jax.Array]:
-        """Returns some leaves of the state before the first step by path. Only these are created."""
-        if not paths:
-            return {}
-        pick = lambda key: {path: x for path, x in named_leaves(self._create_state(key)) if path in paths}
-        placed = {path: x.sharding for path, x in named_leaves(self.abstract_state) if path in paths}
-        create = jax.jit(pick, out_shardings=placed)
-        leaves: dict[str, jax.Array] = call_user(lambda: create(jax.random.key(self.config.seed)), "init")
-        return leaves
+        """Returns some leaves of the state before the first step by path. Only these are created or loaded, and the
+        leaves of `init_from` that they depend on."""
+        loaded, others = self._load(paths), [path for path in paths if path not in self._loadable]
+        if not others:
+            return loaded
+        create, key, inputs = self._init_program(others), jax.random.key(self.config.seed), dict[str, jax.Array]()
+        if self._loadable:
+            _, *used = compat.used_inputs(jax.make_jaxpr(create)(key, self._loadable))
+            inputs = self._load([path for path, is_used in zip(sorted(self._loadable), used, strict=True) if is_used])
+        created: list[jax.Array] = call_user(lambda: create(key, inputs), "init")
+        names = [path for path, _ in named_leaves(self.abstract_state) if path in others]
+        return loaded | dict(zip(names, created, strict=True))
+
+    @ignores_user_settings
+    def restore(self, step: int | str | None = None, what: str | None = None) -> Any:
+        """Returns the state of a checkpoint in the config's run directory, on the mesh of this program.
+
+        Args:
+            step: a number, `best`, or None for the newest.
+            what: only `params`, `opt_state`, `model_state` or `ema`.
+
+        Raises:
+            CheckpointError: the step does not exist, is damaged, or is of a different model.
+        """
+        return importlib.import_module("spmdkit.program.restore").restore_from_run(self, step, what)
 
     @functools.cached_property
     @ignores_user_settings
     def lowered_init(self) -> jax.stages.Lowered:
-        """The program that creates the state before the first step, key -> state, as passed to the compiler."""
-        return jax.jit(self._create_state, out_shardings=self.state_sharding).lower(jax.random.key(self.config.seed))
+        """The program that creates the state before the first step, (key, loaded leaves) -> the other leaves, as passed
+        to the compiler."""
+        paths = [path for path, _ in named_leaves(self.abstract_state) if path not in self._loadable]
+        return self._init_program(paths).lower(jax.random.key(self.config.seed), self._loadable)  # type: ignore[no-any-return]
 
     @functools.cached_property
     def _compiled_init(self) -> jax.stages.Compiled:

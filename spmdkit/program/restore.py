@@ -11,14 +11,20 @@ While such a leaf is read, each device holds the copies of all old replicas or g
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit.checkpoint import nest
+from spmdkit.checkpoint import Checkpoints, choose_step, hold_step, location, nest
+from spmdkit.checkpoint.weights import FIELDS as WEIGHT_FIELDS
 from spmdkit.communication.sync.stale import DelayLineState
+from spmdkit.config import Config
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import nearest
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.program.changed_state import ChangedState, Restorable
 from spmdkit.program.program import Program
@@ -28,6 +34,36 @@ from spmdkit.step.state import TrainState
 FIELD, LINE = "reducer/", "opt_state/delay_line/"
 OPTIONAL = (FIELD, "sync/", LINE, "opt_state/waiting")
 """Path prefixes of leaves that another run may not need."""
+
+
+def checkpoints_of(config: Config) -> location.Location:
+    """Returns the location of the checkpoints of a config's run."""
+    chosen = config.checkpoint.directory if config.checkpoint is not None else None
+    return location.resolve(chosen) if chosen is not None else config.resolved_run_dir() / "checkpoints"
+
+
+def restore_from_run(program: Program, step: int | str | None, what: str | None) -> Any:
+    """See `Program.restore`."""
+    if what not in (None, *WEIGHT_FIELDS):
+        names = f"{', '.join(WEIGHT_FIELDS)}, None.{nearest(str(what), WEIGHT_FIELDS)}"
+        raise ConfigError(f"program.restore: unknown what={what!r}. Valid: {names}")
+    if what is not None and not jax.tree.leaves(getattr(program.abstract_state, what)):
+        raise ConfigError(f"program.restore: what={what!r}, and the state of this program has no {what}. Omit it.")
+    directory, num_processes = checkpoints_of(program.config), jax.process_count()
+    with (
+        contextlib.closing(Checkpoints(directory, is_main=False, num_processes=num_processes)) as checkpoints,
+        hold_step(directory, lambda: choose_step(directory, step)) as chosen,
+    ):
+        if num_processes > 1:  # the choice of process 0
+            from jax.experimental import multihost_utils
+
+            chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
+        if what is None or program.groups is not None or checkpoints.read_record(chosen).get("groups"):
+            state, *_ = restored(checkpoints, chosen, program)
+            return state if what is None else getattr(state, what)
+        others = tuple(path for path in checkpoints.read_tree(chosen) if path.split("/")[0] != what)
+        part, _ = checkpoints.restore(chosen, {what: getattr(program.abstract_state, what)}, optional=others)
+        return part[what]
 
 
 def restored(

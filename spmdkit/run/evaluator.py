@@ -28,10 +28,9 @@ from spmdkit.metrics.jsonl import record_line
 from spmdkit.program.compile_cache import enable_cache
 from spmdkit.program.opening import open_program, task_of
 from spmdkit.program.program import Program
-from spmdkit.program.restore import restored
+from spmdkit.program.restore import checkpoints_of, restored
 from spmdkit.program.task import Task
 from spmdkit.run.hooks.finite import check_evaluation
-from spmdkit.run.startup.bucket import checkpoints_of
 
 FILE = "evaluator.jsonl"
 

@@ -32,14 +32,14 @@ from spmdkit.program import allocator
 from spmdkit.program.compile_cache import Programs, enable_cache
 from spmdkit.program.opening import join_processes, open_program, task_of, with_hooks
 from spmdkit.program.program import Program
-from spmdkit.program.restore import restored
+from spmdkit.program.restore import checkpoints_of, restored
 from spmdkit.program.task import Task
 from spmdkit.run.actions import check_last, evaluate_if_missing, save
 from spmdkit.run.driver import NO_DRIVER, Driver, TrainJob
 from spmdkit.run.hooks.base import Metrics, Stop
 from spmdkit.run.recovery import restore, resume_check
 from spmdkit.run.run import Run
-from spmdkit.run.startup import bucket, consistency
+from spmdkit.run.startup import consistency
 from spmdkit.run.startup.health_checks import run_health_check
 from spmdkit.run.trainer import Trainer, trainer_of
 from spmdkit.step.state import TrainState
@@ -251,9 +251,15 @@ def open_on_all_processes(
 
 @ignores_user_settings
 def evaluate(
-    config: Config, cluster: Cluster, task: Task | None = None, step: int | None = None, best: bool = False
+    config: Config,
+    cluster: Cluster,
+    task: Task | None = None,
+    step: int | None = None,
+    best: bool = False,
+    initial: bool = False,
 ) -> tuple[int, dict[str, Any]]:
-    """Returns (step, metrics) of a checkpoint in the config's run directory: of `step`, the best, or the newest.
+    """Returns (step, metrics) of a checkpoint in the config's run directory: of `step`, the best, or the newest; or of
+    the state before step 1 (`initial`).
 
     A run that is training in the directory does not delete this checkpoint.
 
@@ -264,13 +270,18 @@ def evaluate(
         with phase.during("import"):
             consistency.same_start(cluster, config)
             program = open_on_all_processes(config, cluster, task)
-        directory = bucket.checkpoints_of(config)
+        if initial:
+            with phase.during("restore"):
+                state = restore.state_before_step_1(cluster, program).state
+            with phase.during("evaluation"):
+                return 0, program.eval(state)
+        directory = checkpoints_of(config)
         checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes, cluster=cluster)
         with restore.chosen_for_all(cluster, checkpoints, step, best) as chosen:
             if chosen is None:
                 raise CheckpointError(
                     f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train "
-                    f"{config.source}."
+                    f"{config.source}. The untrained model: spmdkit eval --initial {config.source}."
                 )
             unfinished_run = unfinished(config.resolved_run_dir())
             if unfinished_run is not None and not unfinished_run.alive and cluster.is_main:

@@ -32,6 +32,7 @@ from spmdkit.metrics import read_lines
 from spmdkit.metrics.report.run import write_report
 from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.program import Program
+from spmdkit.program.restore import checkpoints_of
 from spmdkit.run import hooks, watchdog_callbacks
 from spmdkit.run.driver import NO_DRIVER, Driver
 from spmdkit.run.hook_runner import HookRunner
@@ -97,7 +98,7 @@ class Run:
     def __enter__(self) -> Run:
         with ExitStack() as stack:
             self._mark = StepMark(())
-            directory = bucket.checkpoints_of(self.config)
+            directory = checkpoints_of(self.config)
             self.fence = claim_directory(self.cluster, self.directory, stack, shared=not isinstance(directory, Remote))
             is_owner = bucket.lease_bucket(self.config, self.cluster, self.fence, stack)
             options = self.config.checkpoint
@@ -195,29 +196,27 @@ class Run:
         if self.checkpoints is not None:
             bucket.download_skipped(self.config, self.cluster, self.directory)
         restored = self.driver.restore_from_memory(self.cluster, self.program, self.checkpoints)
-        if restored is None and self.checkpoints is not None:
-            restored = restore.newest_good(self.cluster, self.checkpoints, self.program, reset=self.reset)
-        step, wrong, changed, lines = 0, dict[str, str](), list[resume_check.Change](), list[str]()
-        if restored is not None:
-            step, wrong = restored.step, restored.wrong
-            self.resume_from(restored)
+        if restored is None:
+            restored = restore.initial_state(
+                self.cluster, self.checkpoints, self.program, reset=self.reset, run_dir=self.directory
+            )
+        step, changed, lines = restored.step, list[resume_check.Change](), list[str]()
+        if restored.record is not None:
+            self.resume_from(step, restored.record, restored.is_saved)
             now = {"config": to_yaml(self.config, hide_secrets=True), "described": self._described}
             changed = resume_check.check(
                 restored.record, now, step, self.program.schedule, self.directory, self._allow_change
             )
             self.first_step = step + 1
-            fetched = bucket.download_records(self.config, self.directory) if self.cluster.is_main else []
-            lines = [*fetched, *restored.lines]
+            lines = bucket.download_records(self.config, self.directory) if self.cluster.is_main else []
         else:
-            if self.checkpoints is not None:
-                restore.require_checkpoint(self.cluster, self.checkpoints, self.directory)
             lines = restore.rename_old_records(self.directory) if self.cluster.is_main else []
             self.program.skip_batches(skipped_batches.read_for_all(self.directory, self.cluster))
         self.hooks_at_start = self.hook_runner.state()
         self.reporter.open(self, step, self._stack)
-        restore.quarantine_checkpoints(self, self.checkpoints, wrong, lines, step)
+        restore.quarantine_checkpoints(self, self.checkpoints, restored.wrong, [*lines, *restored.lines], step)
         where = {"roles": ROLES, "mesh": describe_mesh(self.program.sizes), "form": self.program.form}
-        if restored is None:
+        if restored.record is None:
             self.events.write("started", step=step, **where)
         else:
             self.events.write("restored", step=step, **where)
@@ -225,33 +224,32 @@ class Run:
             self.message(f"since step {step} was saved, these have changed:\n{resume_check.table(changed)}")
             self.events.write("settings_changed", step=step, changes=[change._asdict() for change in changed])
         self._mark = note_running(self, step)
-        if restored is None:
-            return self.program.init()
-        restore.note_randomness(self, restored.record, step)
-        ended = restored.record.get("finished")
-        if ended is not None and ended["steps"] == self.config.steps:
-            self.finished = ended["why"]
+        if restored.record is not None:
+            restore.note_randomness(self, restored.record, step)
+            ended = restored.record.get("finished")
+            if ended is not None and ended["steps"] == self.config.steps:
+                self.finished = ended["why"]
         return restored.state
 
-    def resume_from(self, found: restore.Restored) -> None:
+    def resume_from(self, step: int, record: Mapping[str, Any], is_saved: bool) -> None:
         """Sets the run to the step of a checkpoint, and restores the schedule and the hooks."""
         on_disk = skipped_batches.read_for_all(self.directory, self.cluster)
-        skipped_batches.take(self.program, on_disk, found.step, found.record)
-        self.program.skipped_rows[0].restore(found.record.get("skipped_rows", []))
-        for name in self.hook_runner.restore(found.record.get("hooks", {})):
-            self.events.write("hook_removed", step=found.step, hook=name)
-        self.step = found.step
+        skipped_batches.take(self.program, on_disk, step, record)
+        self.program.skipped_rows[0].restore(record.get("skipped_rows", []))
+        for name in self.hook_runner.restore(record.get("hooks", {})):
+            self.events.write("hook_removed", step=step, hook=name)
+        self.step = step
         if self.checkpoints is not None:
-            self.checkpoints.saved_step = found.step if found.is_saved else 0
+            self.checkpoints.saved_step = step if is_saved else 0
 
-    def return_to(self, found: restore.Restored | None) -> None:
+    def return_to(self, found: restore.Restored) -> None:
         """Resets the run to an earlier checkpoint or to step 0, and drops the results of undone steps."""
         self.hook_runner.clear_requests()
         self.driver.on_rollback()
         self.in_flight.clear()
         self._numbers, self.last_eval, self.last_logged = None, None, {}
-        if found is not None:
-            self.resume_from(found)
+        if found.record is not None:
+            self.resume_from(found.step, found.record, found.is_saved)
             return
         self.hook_runner.restore(self.hooks_at_start)
         self.step = 0

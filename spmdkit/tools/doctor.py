@@ -98,7 +98,7 @@ def diagnose(cluster: Cluster, config: Config | None = None, burn_s: float | Non
         "hosts": _hosts(hosts),
     }
     if config is not None:
-        from spmdkit.run.startup.bucket import checkpoints_of
+        from spmdkit.program.restore import checkpoints_of
 
         report["run directory"], wrong = health_checks.write_test(
             cluster, config.resolved_run_dir(), checkpoints_of(config)

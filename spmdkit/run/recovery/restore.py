@@ -27,15 +27,43 @@ RECORDS = ("metrics.jsonl", "counts.jsonl")
 
 
 class Restored(NamedTuple):
-    """A restored checkpoint. `wrong`: newer checkpoints and their damage. `lines`: messages for the user. `is_saved`:
-    whether its step is committed on disk."""
+    """The state from which a run continues. `record`: None for the state before step 1. `wrong`: newer checkpoints and
+    their damage. `lines`: messages for the user. `is_saved`: whether its step is committed on disk."""
 
     step: int
     state: TrainState
-    record: dict[str, Any]
+    record: dict[str, Any] | None
     lines: list[str]
     wrong: dict[str, str]
     is_saved: bool = True
+
+
+def initial_state(
+    cluster: Cluster,
+    checkpoints: Checkpoints | None,
+    program: Program,
+    most: int | None = None,
+    reset: Sequence[str] = (),
+    run_dir: Path | None = None,
+) -> Restored:
+    """Returns the state from which a run continues: the newest intact checkpoint up to step `most`, otherwise the state
+    before step 1, of `init_from` or `init`.
+
+    Args:
+        run_dir: raises CheckpointError if a run has trained there and its checkpoints are missing.
+    """
+    found = None if checkpoints is None else newest_good(cluster, checkpoints, program, most, reset)
+    if found is None and checkpoints is not None and run_dir is not None:
+        require_checkpoint(cluster, checkpoints, run_dir)
+    return state_before_step_1(cluster, program) if found is None else found
+
+
+def state_before_step_1(cluster: Cluster, program: Program) -> Restored:
+    """Returns the state of `init_from`, otherwise of `init`. All processes read the same leaves."""
+    if (loaded := program.init_from) is not None:
+        facts = {"leaves": f"{loaded.facts}\n", "init": program.lowered_init.as_text()}
+        cluster.same_everywhere("init_from", lambda: facts)
+    return Restored(0, program.init(), None, [] if loaded is None else loaded.notes, {}, is_saved=False)
 
 
 def newest_good(

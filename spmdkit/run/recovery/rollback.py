@@ -23,7 +23,7 @@ class Returnable(RunView, Protocol):
     reporter: Reporter
     reset: tuple[str, ...]
 
-    def return_to(self, found: restore.Restored | None) -> None: ...
+    def return_to(self, found: restore.Restored) -> None: ...
 
 
 def go_back(run: Returnable, to_step: int | None, skip_batches: int, batches: Sequence[int] = ()) -> TrainState:
@@ -35,11 +35,11 @@ def go_back(run: Returnable, to_step: int | None, skip_batches: int, batches: Se
         UserCodeError: the checkpoints up to that step were deleted.
     """
     from_step, before = run.step, run.program.schedule.skipped
-    target, found = 0, None
-    if run.checkpoints is not None and run.saves is not None:
+    if run.saves is not None:
         run.saves.finish_save()
-        found = restore.newest_good(run.cluster, run.checkpoints, run.program, to_step, run.reset)
-        target = found.step if found else 0
+    found = restore.initial_state(run.cluster, run.checkpoints, run.program, to_step, run.reset)
+    target = found.step
+    if run.checkpoints is not None:
         newest = restore.latest_for_all(run.cluster, run.checkpoints)
         if not target and newest is not None and to_step != 0:
             raise UserCodeError(
@@ -48,11 +48,10 @@ def go_back(run: Returnable, to_step: int | None, skip_batches: int, batches: Se
                 f"({run.config.checkpoint.keep if run.config.checkpoint else 0}), or roll back less far; "
                 "sk.Rollback(0) restarts from the initial state."
             )
-        restore.quarantine_checkpoints(run, run.checkpoints, found.wrong if found else {}, (), target)
+        restore.quarantine_checkpoints(run, run.checkpoints, found.wrong, (), target)
         run.cluster.barrier("before going back")
         run.checkpoints.delete_after(target)
         run.cluster.barrier("went back")
-    state = run.program.init() if found is None else found.state
     run.return_to(found)
     more = skipped_batches.add(run.program, target, before, skip_batches, batches)
     skipped_batches.write(run.directory, run.cluster, run.program.schedule.skipped)
@@ -63,4 +62,4 @@ def go_back(run: Returnable, to_step: int | None, skip_batches: int, batches: Se
     skipped = f", {len(more)} batch{'es' * (len(more) > 1)} skipped permanently" if more else ""
     run.message(f"rolled back to step {target} from step {from_step}{skipped}")
     run.reporter.throughput.start()
-    return state
+    return found.state

@@ -18,17 +18,12 @@ from spmdkit.cluster import Cluster
 from spmdkit.config import Config
 from spmdkit.foundation import files
 from spmdkit.foundation.formatting import visible
+from spmdkit.program.restore import checkpoints_of
 from spmdkit.run.recovery import skipped_batches
 from spmdkit.run.recovery.restore import RECORDS, last_step
 
 STAGE = "staging"
 """Folder in the run directory for checkpoints that are being uploaded."""
-
-
-def checkpoints_of(config: Config) -> location.Location:
-    """Returns the location of the checkpoints of a config's run."""
-    chosen = config.checkpoint.directory if config.checkpoint is not None else None
-    return location.resolve(chosen) if chosen is not None else config.resolved_run_dir() / "checkpoints"
 
 
 def lease_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack: ExitStack) -> Callable[[], bool]:

@@ -125,11 +125,12 @@ def program_facts(program: Program) -> dict[str, str]:
         later["program of an evaluation"] = program.evaluator.lowered
     for phase in program.phases:
         later[PHASES.get(phase.name, f"program in which groups agree ({phase.name})")] = phase.lowered
+    if program.config.init_from is None:  # otherwise compared when there is no checkpoint, since it reads the source
+        later["init"] = program.lowered_init
     return {
         "config with auto chosen": f"{to_yaml(program.config, hide_secrets=True)}\n",
         "mesh": describe_mesh(program.sizes),
         "form": program.form,
-        "init": program.lowered_init.as_text(),
         "program of a step": program.lowered.as_text(),
     } | {name: lowered.as_text() for name, lowered in later.items()}
 
