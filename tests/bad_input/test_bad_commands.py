@@ -6,6 +6,12 @@ from tests.support.messages import Parts
 
 NEVER_TRAINED = {
     "eval without a checkpoint": (79, ("eval", "run.yaml"), Parts(requested="run/checkpoints", found="no checkpoint", rule="Evaluation needs one", repair="spmdkit train")),
+    "eval of two states": (78, ("eval", "run.yaml", "--best", "--initial"), Parts(requested="eval", found="--best and --initial", rule="Each selects a state", repair="Omit one")),
+    "weights that are not there": (78, ("train", "run.yaml", "init_from=m.safetensors"), Parts(requested="m.safetensors", found="does not exist", rule="relative to the config's folder", repair="Correct it")),
+    "weights of no run": (79, ("train", "run.yaml", "init_from=."), Parts(requested="a checkpoint is requested", found="holds none", rule="a record.json in it", repair="Train first")),
+    "weights of torch": (78, ("train", "run.yaml", "init_from={file: m.bin}"), Parts(requested="init_from.file", found="'m.bin'", rule=".safetensors", repair="Convert the file")),
+    "two sources of weights": (78, ("train", "run.yaml", "init_from={file: m.safetensors, path: run}"), Parts(requested="init_from", found="both", rule="one source", repair="init_from: runs/first@best")),
+    "an unknown part of a run": (78, ("train", "run.yaml", "init_from={path: run, what: [parms]}"), Parts(requested="init_from.what", found="'parms'", rule="'params', 'opt_state'", repair="'params'")),
     "a config that is not there": (78, ("train", "nowhere.yaml"), Parts(requested="nowhere.yaml", found="no such file")),
     "report of no run": (78, ("report", "."), Parts(requested="report of .", found=("no metrics.jsonl", "found 2 other entries"), rule="a run's", repair="run_dir")),
     "report of nothing": (78, ("report", "nowhere"), Parts(requested="report of nowhere", found=("no metrics.jsonl", "found no such folder"), rule="a run's", repair="run_dir")),
