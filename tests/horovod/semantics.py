@@ -23,6 +23,7 @@ import optax
 from jax.experimental import sparse
 
 import spmdkit.horovod as hvd
+from tests.support.compile_cache import one_mlir_context
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod_digits.py"
 ROWS = {}
@@ -929,6 +930,7 @@ def example(short=SHORT):
 
 def main(out, arguments):
     """Runs the table on this rank, in order, and writes row -> None or the traceback; then runs the example."""
+    one_mlir_context()
     jax.config.update("jax_enable_x64", True)
     hvd.init()
     found = {}

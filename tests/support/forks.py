@@ -279,6 +279,9 @@ def _serve() -> None:
     import spmdkit.checkpoint.orbax_backend
     import spmdkit.cli
     import spmdkit.run.loop  # noqa: F401
+    from tests.support.compile_cache import one_mlir_context
+
+    one_mlir_context()
 
     for line in sys.stdin:
         asked = json.loads(line)
