@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from spmdkit.communication.sync.base import Sync as Sync
     from spmdkit.config import Config as Config, load_config as load_config
     from spmdkit.data.per_process import per_process as per_process
+    from spmdkit.data.streams.function import stream as stream
     from spmdkit.errors import SpmdkitError as SpmdkitError
     from spmdkit.foundation.user_code import (
         hook as hook,
@@ -91,6 +92,7 @@ _NAMES = {
     "communication.sync.base": "Sync",
     "config": "Config load_config",
     "data.per_process": "per_process",
+    "data.streams.function": "stream",
     "errors": "SpmdkitError",
     "foundation.user_code": "hook reducer tracker sync task weights",
     "metrics.trackers.base": "Tracker",

@@ -143,6 +143,14 @@ class Data(Section):
     skip_batches: list[fields.Batches] = Field(default_factory=list)
     """Batches to skip, by number or as [first, last]; numbered from 1 over all epochs, as if none were skipped."""
 
+    shards: fields.Count | None = None
+    """Number of parts in which a stream is read; divides batch_size and is a multiple of the number of processes. null:
+    the largest such number up to 16. A run keeps its number. An evaluation uses it if it divides its batches."""
+    batched: fields.Flag = False
+    """true: a stream yields chunks of rows, which are split and joined to batch_size; false: it yields examples."""
+    repeat: fields.Flag = True
+    """true: a stream that ends starts again; false: the run ends with the stream."""
+
     def skipped_ranges(self) -> list[tuple[int, int]]:
         """Returns `skip_batches` as (first, last)."""
         return [(x, x) if isinstance(x, int) else (x[0], x[1]) for x in self.skip_batches]
@@ -174,6 +182,8 @@ class Eval(Section):
     """Steps between evaluations; null: only at the end."""
     batch_size: fields.Count | None = None
     """Global examples per evaluation batch; null: batch_size."""
+    batches: fields.Count | None = None
+    """Maximum number of batches of an evaluation; null: all data."""
     params: Literal["params", "ema"] = "params"
     """The parameters to evaluate. ema needs the key ema."""
 

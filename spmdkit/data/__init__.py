@@ -7,17 +7,33 @@ Input: data of a task (arrays, examples, grain datasets) and the config's `data`
     ReadPolicy, SkippedRows    how a user's examples are read, and which are skipped    row_errors.py
     per_process, ProcessRows   different data on each process                           per_process.py, schedule.py
     HostBatch                  the rows of one step on this process                     source.py
-    host_batches               this process's rows as numpy arrays, from any step on    stream.py, grain_reader.py
-    device_batches             the same, on the devices, with the wait measured         stream.py
+    host_batches               this process's rows as numpy arrays, from any step on    prefetch.py, grain_reader.py
+    device_batches             the same, on the devices, with the wait measured         prefetch.py
 
-To resume, call `host_batches(start=step + 1)`: nothing is replayed and no iterator state is saved.
+There are two kinds of data.
+  indexed   a `Source` and a `Schedule`. To resume, call `host_batches(start=step + 1)`: nothing is replayed and no
+            iterator state is saved.
+  stream    iterators with a position. The record of a checkpoint holds the position after the batch of its step.
+
+    Stream, Shard              the two interfaces of a stream                           streams/base.py
+    open_stream(data)          the stream of any data; one module for each kind         streams/*.py
+    shards_of                  the shard that supplies a row of a batch                 stream_shards.py
+    CheckedStream              a stream that was compared with itself                   stream_reader.py
+    StreamReader               this process's rows, with the position after each batch  stream_reader.py
+    pack, unpack               a position as JSON                                       stream_position.py
+
+To add a kind of stream, write a module `streams/NAME.py` with `open_stream(data) -> Stream | None`. `Stream` has two
+methods, `most_shards` and `open`; the `Shard` that `open` returns has `__next__`, `state` and `close`.
+`IteratorShard` (streams/function.py) is such a shard of any iterator.
 """
 
 from spmdkit.data.per_process import PerProcess as PerProcess, per_process as per_process, shares as shares
 from spmdkit.data.row_errors import ReadPolicy as ReadPolicy, SkippedRows as SkippedRows
 from spmdkit.data.schedule import (
+    BatchSchedule as BatchSchedule,
     ProcessRows as ProcessRows,
     Schedule as Schedule,
+    StreamSchedule as StreamSchedule,
     eval_schedule as eval_schedule,
     merge_ranges as merge_ranges,
 )
@@ -27,7 +43,17 @@ from spmdkit.data.source import (
     open_source as open_source,
     read_step as read_step,
 )
-from spmdkit.data.stream import (
+from spmdkit.data.stream_position import merge_positions as merge_positions
+from spmdkit.data.stream_reader import (
+    CheckedStream as CheckedStream,
+    StreamReader as StreamReader,
+    check_stream as check_stream,
+    first_rows as first_rows,
+    open_data as open_data,
+    open_stream as open_stream,
+)
+from spmdkit.data.streams.base import Shard as Shard, Stream as Stream
+from spmdkit.data.prefetch import (
     DeviceBatches as DeviceBatches,
     device_batches as device_batches,
     host_batches as host_batches,

@@ -14,13 +14,11 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
-from spmdkit.data.dtypes import device_dtype, narrow
+from spmdkit.data.example_form import ExampleForm, write_row
 from spmdkit.data.row_errors import DEFAULT_POLICY, ReadPolicy
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
-from spmdkit.foundation.trees import named_leaves
 
 ENDLESS = 2**53
 """A greater length is no number of examples: grain's `repeat()` has sys.maxsize, and floats are exact up to here."""
@@ -39,14 +37,7 @@ class ExampleSource:
         self._access = access
         self._length = _length(data, what)
         self._epoch_stride = self._length if is_grain else 0
-        example = self._read(0, 0, lambda example: example)
-        self._treedef: Any = jax.tree.structure(example)
-        if not (leaves := named_leaves(example)):
-            raise ConfigError(f"{what}[0] is {example!r}, which holds no array. Return at least one array per example.")
-        self._names = [f" leaf '{path}'" if path else "" for path, _ in leaves]
-        self._refuse_lists_of_numbers(example)
-        arrays = [self._array(0, name, leaf) for name, (_, leaf) in zip(self._names, leaves, strict=True)]
-        self._specs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+        self._form = ExampleForm(f"{what}[{{}}]", 0, self._read(0, 0, lambda example: example))
 
     def read_by(self, access: ReadPolicy) -> ExampleSource:
         """Returns this source with a different read policy."""
@@ -59,7 +50,7 @@ class ExampleSource:
 
     def element(self) -> Any:
         """Returns the shapes and dtypes of example 0, which all examples must have."""
-        return self._treedef.unflatten(self._specs)
+        return self._form.element()
 
     def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> Any:
         """Returns the examples `indices`, stacked. A repeated index is read once.
@@ -73,15 +64,15 @@ class ExampleSource:
           UserCodeError: the user's `data[i]` raised; its exception is the cause.
           ConfigError: the structure, shapes or dtypes of an example differ from example 0.
         """
-        rows = [np.empty((len(indices), *spec.shape), spec.dtype) for spec in self._specs]
+        rows = self._form.empty(len(indices))
         previous = -1
         for row, index in enumerate(indices.tolist()):
             if index == previous:
-                _copy_example(rows, row, [out[row - 1] for out in rows])
+                write_row(rows, row, [out[row - 1] for out in rows])
             else:
                 self._read_into(rows, row, index, epoch, batch)
             previous = index
-        return self._treedef.unflatten(rows)
+        return self._form.tree(rows)
 
     def skipped(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
         """Returns bool[len(indices)], True for rows that `gather` has replaced, or None if no row may be skipped."""
@@ -94,7 +85,7 @@ class ExampleSource:
         """Writes example `index`, or the next readable one if rows may be skipped, into `rows` at `row`."""
 
         def read(index: int) -> None:
-            self._read(index, epoch, lambda example: _copy_example(rows, row, self._leaves(index, example)))
+            self._read(index, epoch, lambda example: write_row(rows, row, self._form.leaves(index, example)))
 
         ledger = self._access.skipped_rows
         if ledger is None or not ledger.limit or batch is None:
@@ -108,29 +99,6 @@ class ExampleSource:
                     if exits or not ledger.skip(batch, index, error.__cause__ or error):
                         raise
             index = (index + 1) % self._length
-
-    def _leaves(self, index: int, example: Any) -> list[np.ndarray]:
-        leaves, treedef = jax.tree.flatten(example)
-        if treedef != self._treedef:
-            raise ConfigError(
-                f"{self._what}[{index}] has the structure {treedef}, and example 0 has {self._treedef}. Every example "
-                "must have the same structure, because a compiled step has one. Return the same keys for every "
-                "index."
-            )
-        arrays = []
-        for name, leaf, spec in zip(self._names, leaves, self._specs, strict=True):
-            if type(leaf) is np.ndarray and leaf.dtype == spec.dtype and leaf.shape == spec.shape:
-                arrays.append(leaf)  # the common case, and the only one that takes less than a microsecond
-                continue
-            array = self._array(index, name, leaf)
-            if array.shape != spec.shape or array.dtype != spec.dtype:
-                raise ConfigError(
-                    f"{self._what}[{index}]{name} is {array.dtype}{list(array.shape)}, and in example 0 it is "
-                    f"{spec.dtype}{list(spec.shape)}. Every example must have the same shapes and dtypes, because a "
-                    f"compiled step has one. Pad or crop to one length, or cast, in __getitem__."
-                )
-            arrays.append(array)
-        return arrays
 
     def _read(self, index: int, epoch: int, take: Callable[[Any], Any]) -> Any:
         """Reads an example and returns `take(example)`. No other example is read before `take` returns."""
@@ -157,35 +125,6 @@ class ExampleSource:
                 f"{self._length - 1} must return an example, because len() is {self._length}. Fix the data's "
                 "__getitem__ or its __len__."
             ) from error
-
-    def _array(self, index: int, name: str, leaf: Any) -> np.ndarray:
-        where = f"{self._what}[{index}]{name}"
-        try:
-            array = np.asarray(leaf, np.int64 if type(leaf) is int else None)
-        except OverflowError as error:
-            raise ConfigError(f"{where} is {leaf}, which does not fit 64 bits. Use a smaller number.") from error
-        except Exception as error:
-            raise ConfigError(
-                f"{where} is a {type(leaf).__name__}, which numpy cannot read ({error}). An example is a pytree of "
-                f"arrays and numbers. Convert it in __getitem__."
-            ) from error
-        if type(leaf) in (bool, int, float, complex):
-            return narrow(where, array, np.dtype(jax.dtypes.canonicalize_dtype(array.dtype)))
-        return narrow(where, array, device_dtype(where, array.dtype))
-
-    def _refuse_lists_of_numbers(self, example: Any) -> None:
-        """Rejects a list of numbers. It would be a pytree of scalars: rarely intended, and slow."""
-        for node in jax.tree.leaves(example, is_leaf=lambda node: isinstance(node, list)):
-            if isinstance(node, list) and any(isinstance(item, (bool, int, float)) for item in node):
-                raise ConfigError(
-                    f"{self._what}[0] holds a Python list of {len(node)} numbers. A leaf of an example must be an "
-                    f"array or one number. Make it an array: np.asarray(values, np.int32), or np.float32."
-                )
-
-
-def _copy_example(rows: list[np.ndarray], row: int, leaves: list[np.ndarray]) -> None:
-    for out, leaf in zip(rows, leaves, strict=True):
-        out[row] = leaf
 
 
 def _exit_message(what: str, error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from spmdkit import data
 from spmdkit.compat.user_mesh import ignores_user_settings
+from spmdkit.data.stream_shards import places
 from spmdkit.errors import ConfigError
 from spmdkit.mesh.mesh import BATCH_AXES, canonical, count
 from spmdkit.step.row_order import RowOrder
@@ -26,13 +28,14 @@ class Feed:
 
     Attributes:
         source: the data; grid: (shards, microbatches, rows).
+        num_batches: the number of batches of an evaluation.
         skipped_rows: the skipped rows and retries of this process.
     """
 
     def __init__(
         self,
-        source: data.Source,
-        schedule: data.Schedule,
+        source: data.Source | data.CheckedStream,
+        schedule: data.BatchSchedule,
         mesh: Mesh,
         sizes: Mapping[str, int],
         *,
@@ -41,6 +44,8 @@ class Feed:
         threads: int,
         padded: bool,
         skipped_rows: data.SkippedRows,
+        shards: int | None = None,
+        most_batches: int | None = None,
     ):
         self.source, self.schedule, self.skipped_rows = source, schedule, skipped_rows
         self._prefetch, self._threads, self._padded = prefetch, threads, padded
@@ -52,6 +57,13 @@ class Feed:
         self._one_process = jax.process_count() == 1
         self._local_rows = _rows(self._sharding.addressable_devices_indices_map((size,)).values(), size)
         self._positions = order.positions()[self._local_rows]
+        self._most_batches = most_batches
+        self._reader: data.StreamReader | None = None
+        if isinstance(source, data.CheckedStream):
+            parts = rows_of_processes(mesh, sizes, size, microbatches)
+            of_all = [places(positions, size, microbatches) for positions in (*parts, self._positions)]
+            repeat = schedule.always_full
+            self._reader = data.StreamReader(source, size, shards, of_all[:-1], of_all[-1], repeat, prefetch)
 
     def abstract(self) -> Batch:
         """Returns the batch as `jax.ShapeDtypeStruct` leaves with their shardings."""
@@ -63,20 +75,55 @@ class Feed:
     def stream(self, start: int, stop: int) -> data.DeviceBatches:
         """Returns an iterator of `(step, batch, wait_s)` for steps `start` to `stop` (inclusive), prefetched to the
         devices."""
-        schedule, positions = self.schedule, self._positions
+        if self._reader is not None:
+            local = self._reader.batches(start, stop, self.schedule.number)
+            return data.device_batches(local, self._place, self._prefetch)
+        (source, schedule), positions = self._indexed(), self._positions
         if schedule.shares:  # the source has only the rows of this process, in order
             schedule, positions = schedule.local(jax.process_index()), None
-        local = data.host_batches(self.source, schedule, positions, start, stop + 1, self._prefetch, self._threads)
+        local = data.host_batches(source, schedule, positions, start, stop + 1, self._prefetch, self._threads)
         return data.device_batches(local, self._place, self._prefetch)
+
+    @property
+    def num_batches(self) -> int:
+        """The number of batches of an evaluation; a stream may end before."""
+        return min(self.schedule.num_batches, self._most_batches or sys.maxsize)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the data are a stream that ends: all rows of its last batches are missing."""
+        return self._reader is not None and not self.schedule.always_full
+
+    def is_empty(self, step: int) -> bool:
+        """Returns whether this process has no row in the batch of `step`, because its part of a stream has ended."""
+        return self._reader is not None and self._reader.is_empty(step)
+
+    def position(self, step: int) -> Mapping[str, Any] | None:
+        """Returns this process's part of the position of a stream after the batch of `step`; None for indexed data,
+        where it is the step."""
+        return None if self._reader is None else self._reader.position(step)
+
+    def restore(self, step: int, position: Mapping[str, Any] | None, check: bool = True) -> None:
+        """Sets the position of a stream after `step`, merged over all processes; None: the start of the stream.
+
+        Args:
+            check: `StreamReader.restore`.
+        """
+        if self._reader is not None:
+            self._reader.restore(step, position, check)
+
+    def _indexed(self) -> tuple[data.Source, data.Schedule]:
+        assert isinstance(self.schedule, data.Schedule) and not isinstance(self.source, data.CheckedStream)
+        return self.source, self.schedule
 
     @property
     def in_memory(self) -> bool:
         """Whether all rows are arrays in this process's memory."""
-        return self.source.in_memory and not self.schedule.shares
+        return self.source.in_memory and not self._indexed()[1].shares
 
     def read(self, step: int) -> data.HostBatch:
         """Returns the full batch of `step` on the host, in the order of positions."""
-        return data.HostBatch(*data.read_step(self.source, self.schedule, None, step))
+        return data.HostBatch(*data.read_step(*self._indexed(), None, step))
 
     def put(self, examples: Any, mask: Any = None) -> Batch:
         """Returns a batch on the devices from full host arrays in the order of positions.
@@ -138,9 +185,9 @@ def rows_of_processes(mesh: Mesh, sizes: Mapping[str, int], size: int, microbatc
     return [positions[_rows(indices[process], size)] for process in sorted(indices)]
 
 
-def eval_batch_size(batch_size: int, num_examples: int, shards: int) -> int:
+def eval_batch_size(batch_size: int, num_examples: int | None, shards: int) -> int:
     """Returns the evaluation's batch size: at most the number of examples, rounded up to a multiple of the shards."""
-    return math.ceil(min(batch_size, num_examples) / shards) * shards
+    return math.ceil(min(batch_size, num_examples or batch_size) / shards) * shards
 
 
 SEAMS = {"place": Feed._place}

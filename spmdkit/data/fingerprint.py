@@ -18,6 +18,7 @@ import numpy as np
 
 from spmdkit.data.permutation import permute
 from spmdkit.data.source import Source
+from spmdkit.data.stream_reader import CheckedStream
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import FINGERPRINT_S
@@ -39,24 +40,28 @@ class Fingerprint(NamedTuple):
     """The fingerprint of a data set.
 
     Attributes:
-        examples: number of examples.
+        examples: number of examples; of a stream, the text "a stream".
         example: description of one: paths, dtypes, shapes.
         rows: "row 17" -> digest, for the sampled rows that could be read.
         in_memory: whether the data are arrays in memory, so that reading cannot fail.
     """
 
-    examples: int
+    examples: int | str
     example: str
     rows: dict[str, str]
     in_memory: bool
 
 
-def fingerprint(source: Source, retries: int = 0, clock: Callable[[], float] = time.monotonic) -> Fingerprint:
+def fingerprint(
+    source: Source | CheckedStream, retries: int = 0, clock: Callable[[], float] = time.monotonic
+) -> Fingerprint:
     """Returns the fingerprint of a source.
 
     Args:
         retries: the number of retries of a row in training; the minimum number here.
     """
+    if isinstance(source, CheckedStream):
+        return Fingerprint("a stream", structure(source), {"first rows": source.first}, in_memory=False)
     readings = max(READINGS, retries + 1)
     sampled = sample(len(source), _most_rows(source))
     if source.in_memory:
@@ -105,7 +110,7 @@ def _spread(rows: list[int]) -> list[int]:
     return list(chosen | dict.fromkeys(rows))
 
 
-def structure(source: Source) -> str:
+def structure(source: Source | CheckedStream) -> str:
     """Returns a one-line description of an example: paths, dtypes and shapes."""
     return ", ".join(f"{path}: {describe(leaf)}".removeprefix(": ") for path, leaf in named_leaves(source.element()))
 

@@ -1,4 +1,4 @@
-"""The batches of the steps as a grain dataset. Separate from stream.py because importing grain takes 0.3 s."""
+"""The batches of the steps as a grain dataset. Separate from prefetch.py because importing grain takes 0.3 s."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import sys
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -19,6 +20,48 @@ from spmdkit.errors import ConfigError
 
 # Indices are computed in chunks: otherwise each step would have the fixed cost of about 60 numpy calls.
 CHUNK_EXAMPLES = 8192
+
+
+class BatchSchedule(Protocol):
+    """The batches of the steps, of indexed data (`Schedule`) or of a stream (`StreamSchedule`)."""
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def what(self) -> str:
+        """Names the data in errors."""
+
+    @property
+    def num_examples(self) -> int | None:
+        """Number of examples; None if it is unknown."""
+
+    @property
+    def always_full(self) -> bool:
+        """Whether no batch has a missing row, so that no mask is needed."""
+
+    @property
+    def num_batches(self) -> int:
+        """Total number of batches of one pass."""
+
+    @property
+    def skipped(self) -> tuple[tuple[int, int], ...]:
+        """Skipped batches (first, last), sorted and disjoint, numbered as if none were skipped."""
+
+    def with_skipped(self, skipped: tuple[tuple[int, int], ...]) -> Self:
+        """Returns the schedule with other skipped batches."""
+
+    def number(self, step: int) -> int:
+        """Returns the number of the batch of `step`, which is `step` if none is skipped."""
+
+    def numbers(self, step: int, count: int) -> list[tuple[int, int]]:
+        """Returns the batches of `count` steps from `step` on, as ranges (number, number)."""
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns (indices, mask) of a batch; None if the examples have no index."""
+
+    def digest(self, step: int) -> str:
+        """Returns a hash over `batch`; "" if the examples have no index: their position has a checksum."""
 
 
 class ProcessRows(NamedTuple):
@@ -122,12 +165,13 @@ class Schedule:
         self._check(step)
         return (self.number(step) - 1) // self.steps_per_epoch
 
+    def with_skipped(self, skipped: tuple[tuple[int, int], ...]) -> Schedule:
+        """Returns the schedule with other skipped batches."""
+        return dataclasses.replace(self, skipped=skipped)
+
     def number(self, step: int) -> int:
         """Returns the number of the batch of `step`, which is `step` if none is skipped."""
-        for first, last in self.skipped:
-            if step >= first:
-                step += last - first + 1
-        return step
+        return _number(step, self.skipped)
 
     def numbers(self, step: int, count: int) -> list[tuple[int, int]]:
         """Returns the batches of `count` steps from `step` on, as ranges (number, number)."""
@@ -165,6 +209,44 @@ class Schedule:
     def _check(self, step: int) -> None:
         if step < 1 or (self.finite and step > self.steps_per_epoch):
             raise ValueError(f"step {step} of a schedule with steps 1 to {self.num_batches if self.finite else 'any'}")
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamSchedule:
+    """The batches of a stream: they have numbers, and their examples have no index."""
+
+    batch_size: int
+    what: str
+    always_full: bool
+    skipped: tuple[tuple[int, int], ...] = ()
+    num_examples: None = None
+    num_batches: int = sys.maxsize
+
+    def with_skipped(self, skipped: tuple[tuple[int, int], ...]) -> StreamSchedule:
+        """Returns the schedule with other skipped batches."""
+        return dataclasses.replace(self, skipped=skipped)
+
+    def number(self, step: int) -> int:
+        """Returns the number of the batch of `step`."""
+        return _number(step, self.skipped)
+
+    def numbers(self, step: int, count: int) -> list[tuple[int, int]]:
+        """Returns the batches of `count` steps from `step` on, as ranges (number, number)."""
+        return [(number, number) for number in map(self.number, range(step, step + count))]
+
+    def batch(self, step: int) -> None:
+        """Returns None."""
+
+    def digest(self, step: int) -> str:
+        """Returns ""."""
+        return ""
+
+
+def _number(step: int, skipped: Iterable[tuple[int, int]]) -> int:
+    for first, last in skipped:
+        if step >= first:
+            step += last - first + 1
+    return step
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -57,6 +57,7 @@ GROUPS = {
     "environments": Group("cluster/environments", None),
     "preemption_sources": Group("faults/preemption_sources"),
     "data_sources": Group(None, "open_source"),
+    "streams": Group("data/streams", "open_stream"),
     "engines": Group("launch/engines", None, helpers=("base", "pods", "submit")),
     "findings": Group("plan/findings", "find"),
     "migrations": Group("tools/migrate", None, helpers=("base", "command", "deepspeed_optimizer")),

@@ -22,6 +22,7 @@ import numpy as np
 import optax
 
 from spmdkit.config import Config, replace_keys
+from spmdkit.data import CheckedStream
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import is_key, named_leaves
 from spmdkit.parameter_server.partition import Arrays, to_arrays, to_tree
@@ -52,6 +53,11 @@ def check_task(config: Config, task: Task) -> None:
         raise ConfigError(
             "sync: parameter_server: the task has a train_step. Workers send the gradient of loss_fn, and servers "
             "update. Pass loss_fn only, or use sync: every_step."
+        )
+    if isinstance(task.train_data, CheckedStream):
+        raise ConfigError(
+            "sync: parameter_server: train_data is a stream. Each worker reads the next batch by its number, and the "
+            "examples of a stream have no numbers. Use data with an index, or sync: every_step."
         )
     for name in ("frozen", "overwritten"):
         if getattr(task, name):

@@ -80,7 +80,8 @@ class Evaluator:
                     sums = call_explicit(context, sums_of, shardings, *arguments)
             else:
                 sums = sums_of(*arguments)
-            return number + 1, sums if before is None else merge_next_batch(before, sums)
+            counted = batch.mask.any().astype(jnp.int32) if feed.ends and batch.mask is not None else 1
+            return number + counted, sums if before is None else merge_next_batch(before, sums)
 
         evaluate_batch.__name__ = "evaluate"  # the name in profiles and in XLA's dumps
 
@@ -124,17 +125,19 @@ class Evaluator:
         empty = empty_parts(self._totals, np.full)
         carried = zeros = jax.device_put(empty, self._whole)
         totals = empty[1]
-        with self._feed.stream(1, self._feed.schedule.num_batches) as batches:
+        with self._feed.stream(1, self._feed.num_batches) as batches:
             while True:
                 with phase.during(phase.EVALUATION, phase.READING):
                     if (item := next(batches, None)) is None:
                         break
-                _, batch, _ = item
+                number, batch, _ = item
                 if batch.mask is not None and self._probe:
                     self._check_padding(functools.partial(self._compiled, zeros, state), batch)
                     self._probe = False
                 # Several processes with several CPU devices deadlock with much work in flight. So wait each time.
                 carried = self._compiled(carried, state, batch)
+                if self._feed.is_empty(number) and int(carried[0]) < number:  # a stream has ended on all processes
+                    break
                 totals = add_on_host(totals, carried[1])
         return {name: _value(metric) for name, metric in totals.items()}
 

@@ -16,6 +16,7 @@ from spmdkit.config import Config, check_batch
 from spmdkit.data.feed import Feed, eval_batch_size, rows_of_processes
 from spmdkit.data.fingerprint import rows_vary
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import check_names
 from spmdkit.mesh import mesh
 from spmdkit.program.task import Task
@@ -37,25 +38,36 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
         raise ConfigError(
             "Task.train_data is missing. Training needs it. Pass a mapping of arrays, a source or a grain dataset."
         )
+    check_used(config, task)
     access = functools.partial(data.ReadPolicy, options.threads, options.retries)
     ledger = data.SkippedRows(options.max_bad_examples)
-    source = data.open_source(task.train_data, "train_data", access(ledger))
+    source = _opened(task.train_data, "train_data", access(ledger))
     check_names(source.element(), "train_data")
     check_batch(config, sizes)
     process_shares = functools.partial(_shares, on=on, sizes=sizes)
     shares = process_shares(task.train_data, config.batch_size, config.microbatches, "train_data")
-    schedule = data.Schedule(
-        num_examples=sum(share.examples for share in shares) or len(source),
-        batch_size=config.batch_size,
-        seed=config.seed,
-        shuffle=options.shuffle,
-        drop_remainder=options.drop_remainder,
-        skipped=data.merge_ranges(options.skipped_ranges()),
-        shares=shares,
-    )
+    skipped = data.merge_ranges(options.skipped_ranges())
+    schedule: data.BatchSchedule
+    if isinstance(source, data.CheckedStream):
+        schedule = data.StreamSchedule(config.batch_size, "train_data", options.repeat, skipped)
+    else:
+        schedule = data.Schedule(
+            num_examples=sum(share.examples for share in shares) or len(source),
+            batch_size=config.batch_size,
+            seed=config.seed,
+            shuffle=options.shuffle,
+            drop_remainder=options.drop_remainder,
+            skipped=skipped,
+            shares=shares,
+        )
     feed = functools.partial(Feed, mesh=on, sizes=sizes, prefetch=options.prefetch, threads=options.threads)
     train = feed(
-        source, schedule, microbatches=config.microbatches, padded=not schedule.always_full, skipped_rows=ledger
+        source,
+        schedule,
+        microbatches=config.microbatches,
+        padded=not schedule.always_full,
+        skipped_rows=ledger,
+        shards=options.shards,
     )
     if task.eval_data is None:
         if config.eval.every_steps is not None:
@@ -64,12 +76,73 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
             )
         return Feeds(train, None)
     ledger = data.SkippedRows(what="eval_data")  # an evaluation uses all its rows
-    source = data.open_source(task.eval_data, "eval_data", access(ledger))
-    num = sum(getattr(task.eval_data, "lengths", ())) or len(source)
-    size = eval_batch_size(config.eval.batch_size or config.batch_size, num, mesh.count(sizes, mesh.BATCH_AXES))
-    schedule = data.eval_schedule(num, size, shares=process_shares(task.eval_data, size, 1, "eval_data"))
-    padded = not schedule.always_full
-    return Feeds(train, feed(source, schedule, microbatches=1, padded=padded, skipped_rows=ledger))
+    source, size = _opened(task.eval_data, "eval_data", access(ledger)), config.eval.batch_size or config.batch_size
+    is_stream, batch_shards = isinstance(source, data.CheckedStream), mesh.count(sizes, mesh.BATCH_AXES)
+    num = None if is_stream else sum(getattr(task.eval_data, "lengths", ())) or len(source)
+    size = eval_batch_size(size, num, batch_shards)
+    num_shards = None
+    if num is None:
+        schedule = data.StreamSchedule(size, "eval_data", always_full=False)
+        num_shards = options.shards if options.shards and size % options.shards == 0 else None
+    else:
+        schedule = data.eval_schedule(num, size, shares=process_shares(task.eval_data, size, 1, "eval_data"))
+    evaluation = feed(
+        source,
+        schedule,
+        microbatches=1,
+        padded=not schedule.always_full,
+        skipped_rows=ledger,
+        shards=num_shards,
+        most_batches=config.eval.batches,
+    )
+    return Feeds(train, evaluation)
+
+
+def with_streams(task: Task, config: Config) -> Task:
+    """Returns the task with its streams opened and checked; those of a task that this function returned are unchanged.
+
+    Raises:
+        ConfigError: a stream gives other examples when it is opened again, or is per-process.
+    """
+    checked = dict[str, Any]()
+    for name in ("train_data", "eval_data"):
+        given = getattr(task, name)
+        if isinstance(given, data.PerProcess) and data.open_stream(given.source) is not None:
+            raise ConfigError(
+                f"{name} is sk.per_process of a stream. A stream is read as shards, and each process reads those "
+                f"of its rows. Pass the stream itself: Task({name}=stream)."
+            )
+        if not isinstance(given, data.CheckedStream) and (opened := data.open_stream(given)) is not None:
+            checked[name] = data.check_stream(opened, name, config.seed, config.data.shards, config.data.batched)
+    return dataclasses.replace(task, **checked) if checked else task
+
+
+def _opened(given: Any, what: str, access: data.ReadPolicy) -> Any:
+    return given if isinstance(given, data.CheckedStream) else data.open_source(given, what, access)
+
+
+def check_used(config: Config, task: Task) -> None:
+    """Raises ConfigError for a setting of `data` that the task's kinds of data do not use."""
+    options, defaults = config.data, type(config.data)()
+    kinds = {isinstance(x, data.CheckedStream) for x in (task.train_data, task.eval_data) if x is not None}
+    trains_on_stream = isinstance(task.train_data, data.CheckedStream)
+    only_indexed = [*(["shards", "repeat"] * (not trains_on_stream)), *(["batched"] * (True not in kinds))]
+    only_streams = ["shuffle", "drop_remainder", "max_bad_examples"] * trains_on_stream
+    only_streams += ["threads", "retries"] * (False not in kinds)
+    for key in (*only_indexed, *only_streams):
+        if getattr(options, key) != getattr(defaults, key):
+            needed = "a stream" if key in only_indexed else "data with an index, and train_data is a stream"
+            raise ConfigError(f"data.{key} has no effect: it needs {needed}. Remove it.")
+    if trains_on_stream and config.on_nonfinite.save_batch:
+        raise ConfigError(
+            "on_nonfinite.save_batch has no effect: train_data is a stream, and its batches cannot be read again. "
+            "Remove it."
+        )
+    if trains_on_stream and not options.repeat and plugins.split(config.sync)[0] != "every_step":
+        raise ConfigError(
+            "data.repeat: false needs sync: every_step: groups that train separately would synchronize after the "
+            "stream has ended. Set data.repeat: true and steps."
+        )
 
 
 def check_rows(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int], feeds: Feeds) -> list[str]:
@@ -80,7 +153,16 @@ def check_rows(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int], f
     """
     notes = []
     for name, feed in (("train_data", feeds.train), ("eval_data", feeds.eval)):
-        if feed is None or not rows_vary(feed.source, config.data.retries):
+        if feed is None:
+            continue
+        if isinstance(feed.source, data.CheckedStream):
+            if name == "train_data" and not feed.source.exact:
+                notes.append(
+                    f"{name} has no state: a restart reads the stream again from its start, about "
+                    f"{feed.source.forward_s:.2g} s per million examples"
+                )
+            continue
+        if not rows_vary(feed.source, config.data.retries):
             continue
         parts = rows_of_processes(on, sizes, feed.schedule.batch_size, feed.grid[1])
         if sum(map(len, parts)) > len(np.unique(np.concatenate(parts))):

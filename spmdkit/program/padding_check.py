@@ -202,13 +202,17 @@ def _floating(tree: Any, shapes: Any) -> dict[str, Any]:
     return {path: x for (path, x), shape in pairs if jnp.issubdtype(shape.dtype, jnp.inexact)}
 
 
-def refused_step(found: list[PaddingEffect], what: str) -> ConfigError:
-    """Returns the error of a step in which padding rows count. `what`: the name of the step."""
-    return _refused(found, f"data.drop_remainder is false, and in {what}", "set data.drop_remainder: true")
+def refused_step(found: list[PaddingEffect], what: str, ends: bool) -> ConfigError:
+    """Returns the error of a step in which padding rows count. `what`: the name of the step; `ends`: of a stream."""
+    key, full = ("repeat", "true") if ends else ("drop_remainder", "true")
+    return _refused(found, f"data.{key} is false, and in {what}", f"set data.{key}: {full}")
 
 
-def refused_evaluation(found: list[PaddingEffect], what: str, num_examples: int, batch_size: int) -> ConfigError:
+def refused_evaluation(found: list[PaddingEffect], what: str, num_examples: int | None, batch_size: int) -> ConfigError:
     """Returns the error of an evaluation in which padding rows count. `what`: the name of the function."""
+    if num_examples is None:
+        where = f"eval_data is a stream, its last batch of {batch_size} is padded, and in {what}"
+        return _refused(found, where, "an eval.batch_size that divides its number of examples")
     where = f"eval_data has {num_examples} examples, in batches of {batch_size} the last one is padded, and in {what}"
     return _refused(found, where, f"an eval.batch_size that divides {num_examples}")
 

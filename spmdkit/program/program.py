@@ -38,7 +38,7 @@ from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.eval_params import eval_params_of
 from spmdkit.program.evaluation import Evaluator, check_best
 from spmdkit.program.explain import explain
-from spmdkit.program.feeds import Feeds, check_rows, limited, open_feeds
+from spmdkit.program.feeds import Feeds, check_rows, limited, open_feeds, with_streams
 from spmdkit.program.init_from import InitFrom
 from spmdkit.program.init_state import abstract_init, check_jit, check_precision, input_notes, with_user_state
 from spmdkit.program.phases import Phase
@@ -93,7 +93,7 @@ class Program:
         self.microbatches, self.zero = config.microbatches, config.layout.zero
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices), mesh.slices(devices))
         self.mesh = mesh.make_mesh(self.sizes, devices)
-        self.task = task = with_user_state(task, config, self.mesh)
+        self.task = task = with_streams(with_user_state(task, config, self.mesh), config)
         self.optimizer = program_groups.optimizer_of(config, task)
         traced_init = abstract_init(task, config, self.mesh)
         self._init, abstract_params, abstract_model_state, self._annotations, self.notes = traced_init
@@ -226,6 +226,7 @@ class Program:
             state=self._placed,
             batch=self.abstract_batch,
             always_full=self.schedule.always_full,
+            ends=self.feed.ends,
         )
         chosen = choose_form(task_step, self._context(), self.num_replicas, self.probe_padding)
         self._task_step, self._step_context, self._traced, self._refused = chosen
@@ -414,7 +415,7 @@ class Program:
         whole, shapes = NamedSharding(self.mesh, PartitionSpec()), (self.abstract_state, self.abstract_batch)
         forward = self._compile(padding_check.lowered_forward(self.traced, *shapes, self.state_sharding, whole))
         if effects := padding_check.changes(functools.partial(forward, state), batch, self.feed.grid, whole):
-            raise padding_check.refused_step(effects, self._task_step.what)
+            raise padding_check.refused_step(effects, self._task_step.what, self.feed.ends)
 
     # ---- arrays
 
@@ -509,7 +510,7 @@ class Program:
     def skip_batches(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skips batches in addition to those of the config: numbers (first, last), counted as if none were skipped."""
         skipped = data.merge_ranges([*self.config.data.skipped_ranges(), *ranges])
-        self.schedule = self.feed.schedule = dataclasses.replace(self.schedule, skipped=skipped)
+        self.schedule = self.feed.schedule = self.schedule.with_skipped(skipped)
 
     def put(self, examples: Any, mask: Any = None) -> Batch:
         """Returns a batch on the devices from global host arrays (the same on every process), for a loop with custom

@@ -182,7 +182,9 @@ class ScriptProgram(Program):
         self._eval_feed, self._eval_params, self._state_groups = None, None, None
         self.skipped_rows = [data.SkippedRows(0)]
         self.schedule = data.Schedule(MAX_STEPS, 1, shuffle=False, what="the script's data")
-        self.feed: Any = SimpleNamespace(in_memory=False, schedule=self.schedule)
+        self.feed: Any = SimpleNamespace(
+            in_memory=False, schedule=self.schedule, position=lambda step: None, restore=lambda *_: None
+        )
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
         self._step_context = trace_context.Context(
             trace_context.ShardingSpec(mesh=self.mesh, sizes=self.sizes), trace_context.StepOptions()

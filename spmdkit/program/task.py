@@ -38,8 +38,8 @@ class Task:
             of one replica.
         optimizer: an optax transformation, or a function that returns one for a learning rate (a number or schedule);
             the function receives the config's `learning_rate`.
-        train_data: a mapping (or any pytree) of arrays with equal first dim, a random-access source, or a grain
-            MapDataset.
+        train_data: a mapping (or any pytree) of arrays with equal first dim, a random-access source, a grain
+            MapDataset, or a stream (`@sk.stream`).
         eval_data: the same types; all examples are evaluated, for any number of them.
         eval_fn: `eval_fn(params, batch) -> {name: sk.mean(...)}`, with model state `eval_fn(params, state, batch)`;
             default: `loss_fn` with `key=None`.

@@ -38,6 +38,7 @@ class TaskStep:
         state: the layout of the train state.
         batch: the abstract batch, with its shardings.
         always_full: whether every batch has all its rows.
+        ends: whether the data end: a batch without rows leaves the state unchanged.
     """
 
     task: Task
@@ -49,6 +50,7 @@ class TaskStep:
     state: StateLayout
     batch: Batch
     always_full: bool
+    ends: bool = False
 
     @property
     def what(self) -> str:
@@ -71,8 +73,10 @@ class TaskStep:
         if self.groups is not None:
             return group_step(train_step, context, self.groups, self.to_device)
         if self.task.is_manual:
-            return step.replica_step(train_step, context, self.to_device, discover, typed)
-        return step.global_step(train_step, context, self.to_device, discover)
+            whole = step.replica_step(train_step, context, self.to_device, discover, typed)
+        else:
+            whole = step.global_step(train_step, context, self.to_device, discover)
+        return step.unchanged_without_rows(whole, self.to_device) if self.ends and not discover else whole
 
     def to_device(self, current: TrainState) -> TrainState:
         """Copies the leaves in host memory to the devices, inside the step."""

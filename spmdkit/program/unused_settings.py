@@ -30,10 +30,11 @@ def check_used(config: Config, context: Context, layout: Sequence[LeafPlacement]
             "accumulates. Use it, or set microbatches: 1."
         )
     if not always_full and not context.usage.has_called("value_and_grad", "mean", "example_mask"):
+        key = "drop_remainder" if config.data.repeat else "repeat"
         raise ConfigError(
-            "data.drop_remainder is false, but train_step uses neither sk.value_and_grad, sk.mean nor "
+            f"data.{key} is false, but train_step uses neither sk.value_and_grad, sk.mean nor "
             "sk.example_mask: padding rows of the short batch would count as examples. Use one of them, or set "
-            "data.drop_remainder: true."
+            f"data.{key}: true."
         )
     if sizes["context"] > 1 and not any("context" in p.axes for p in layout) and "context" not in context.usage.axes:
         raise ConfigError(

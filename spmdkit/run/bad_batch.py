@@ -21,9 +21,12 @@ MAX_ROWS = 8  # in a message
 def named(program: Program, step: int) -> str:
     """Returns `batch 12 (16 rows of train_data: 3, 17, 20 ...; row 17 is not finite in the data)`. Checks rows only of
     arrays in memory."""
-    indices, mask = program.schedule.batch(step)
+    number, batch = program.schedule.number(step), program.schedule.batch(step)
+    if batch is None:
+        return f"batch {number} of {program.schedule.what}"
+    indices, mask = batch
     rows = [int(i) for i in indices[mask]]
-    text = f"batch {program.schedule.number(step)} ({len(rows)} rows of {program.schedule.what}: {_listed(rows)}"
+    text = f"batch {number} ({len(rows)} rows of {program.schedule.what}: {_listed(rows)}"
     bad = [int(indices[i]) for i in not_finite_rows(program.feed.read(step))] if program.feed.in_memory else []
     if bad:
         text += f"; {'rows' if bad[1:] else 'row'} {_listed(bad)} {'are' if bad[1:] else 'is'} not finite in the data"
@@ -50,7 +53,9 @@ def not_finite_rows(batch: HostBatch) -> list[int]:
 def save(program: Program, step: int, folder: Path) -> Path:
     """Writes the complete batch of a step to `folder/<step>.npz`, with `rows` (indices in the data) and `mask`; returns
     the path. Raises OSError if it cannot be written."""
-    indices, mask = program.schedule.batch(step)
+    batch = program.schedule.batch(step)
+    assert batch is not None, "refused for streams"
+    indices, mask = batch
     arrays: dict[str, Any] = {
         f"examples/{path}" if path else "examples": x for path, x in named_leaves(program.feed.read(step).examples)
     }

@@ -30,6 +30,7 @@ from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.plan.fit_check import check_state, common_limit
 from spmdkit.program import allocator
 from spmdkit.program.compile_cache import Programs, enable_cache
+from spmdkit.program.feeds import with_streams
 from spmdkit.program.opening import join_processes, open_program, task_of, with_hooks
 from spmdkit.program.program import Program
 from spmdkit.program.restore import checkpoints_of, restored
@@ -241,7 +242,7 @@ def open_on_all_processes(
     unless progress is off."""
     quiet = not cluster.is_main or config.log.progress == "off"
     print_line = lambda line: None if quiet else print(visible(line), file=sys.stderr, flush=True)
-    make_task = lambda: task_of(config) if task is None else with_hooks(task, config)
+    make_task = lambda: with_streams(task_of(config) if task is None else with_hooks(task, config), config)
     same_task = consistency.same_data(cluster, make_task, config.data.retries)
     opened = (trainer or trainer_of(config)).program_config(config)
     return consistency.same_program(

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from spmdkit import metrics
+from spmdkit import data, metrics
 from spmdkit.checkpoint import Checkpoints, Remote
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
@@ -90,6 +90,7 @@ class Run:
         self._rollbacks: set[Any] = set()
         self._extra_record: dict[str, Any] = {}
         self._numbers: tuple[int, Metrics] | None = None
+        self._uneven_epochs = False
         self.reporter = Reporter(config, cluster, clock)
         self.hook_runner = HookRunner(
             hooks.of_run(config, program.task.hooks), cluster, config.steps, self._most_in_flight
@@ -236,6 +237,7 @@ class Run:
         on_disk = skipped_batches.read_for_all(self.directory, self.cluster)
         skipped_batches.take(self.program, on_disk, step, record)
         self.program.skipped_rows[0].restore(record.get("skipped_rows", []))
+        self.program.feed.restore(step, record.get("position"), "train_data" not in self._allow_change)
         for name in self.hook_runner.restore(record.get("hooks", {})):
             self.events.write("hook_removed", step=step, hook=name)
         self.step = step
@@ -252,6 +254,7 @@ class Run:
             self.resume_from(found.step, found.record, found.is_saved)
             return
         self.hook_runner.restore(self.hooks_at_start)
+        self.program.feed.restore(0, None)
         self.step = 0
         if self.checkpoints is not None:
             self.checkpoints.saved_step = 0
@@ -323,6 +326,7 @@ class Run:
             "config": to_yaml(self.config, hide_secrets=True),
             "described": self._described,
             "next_batch": self.program.schedule.digest(step + 1),
+            **self._data_position(step),
             "versions": self.reporter.environment["versions"],
             "eval_params": self.program.has_eval_params,
             "groups": None if self.program.groups is None else self.program.groups.num,
@@ -335,6 +339,23 @@ class Run:
             **self._extra_record,
             **ended,
         }
+
+    def _data_position(self, step: int) -> dict[str, Any]:
+        """Returns the position of a stream after `step`, merged over all processes, for `record`."""
+        position = self.program.feed.position(step)
+        if position is None:
+            return {}
+        if self.cluster.num_processes > 1:
+            position = data.merge_positions(self.cluster.gather("position", position))
+        epochs = [at["epoch"] for at in position["shards"].values()]
+        if epochs and max(epochs) - min(epochs) > 1 and not self._uneven_epochs:
+            self._uneven_epochs = True
+            self.message(
+                f"WARNING: the shards of train_data have unequal lengths: one is in epoch {max(epochs)} and another in "
+                f"epoch {min(epochs)}, so the examples of short shards are used more often. Use files of equal length, "
+                "or fewer data.shards."
+            )
+        return {"position": position}
 
     def mark_finished(self, why: str) -> None:
         """Records that a hook ended the run before its last step, for the next checkpoint."""

@@ -31,6 +31,7 @@ TRAINERS = {"parameter_server": "spmdkit.parameter_server.trainer"}
 """Name of a `sync` that is not part of the SPMD step -> the module with its `trainer()`."""
 
 STOP_AND_SAVE = Decision(save=True, turn=Stop(Preempted.exit_code))
+END_OF_DATA = Decision(evaluate=True, save=True, turn=Stop(why="train_data has ended (data.repeat: false)"))
 
 
 class Trainer(Protocol):
@@ -113,6 +114,9 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
                         batches = following
                         continue
                 state, metrics = program.step(state, batch)
+                if program.feed.is_empty(step) and not int(program.checks.rows):  # no process has a row
+                    state, batches, stop = perform(run, run.step, state, batches, END_OF_DATA)
+                    continue
                 run.dispatched(step, metrics, wait_s)
                 hooks.after_step(run, step, state, metrics)
                 if (decision := hooks.decision(step)) is not NOTHING:

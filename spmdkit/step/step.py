@@ -41,10 +41,12 @@ class StepChecks(NamedTuple):
     Attributes:
         code: the code of the guard, or None (finite_check.py).
         sizes: the sizes of the updates of narrow parameters, or None (lost_updates.py).
+        rows: the number of rows of the global batch, if the data end; otherwise None.
     """
 
     code: Any
     sizes: Any
+    rows: Any = None
 
 
 Stepped = tuple[TrainState, dict[str, Any], StepChecks]
@@ -154,6 +156,26 @@ def global_step(
             skippable, state.replace(step=None, rng=None), state, batch
         )
         return new.replace(step=step, rng=rng), metrics, checks
+
+    whole_step.__name__ = COMPILED_NAME
+    return whole_step
+
+
+def unchanged_without_rows(
+    step: Callable[[TrainState, Batch], Stepped], to_device: Callable[[Any], Any]
+) -> Callable[[TrainState, Batch], Stepped]:
+    """Returns a step that leaves the state unchanged, also its number, if all rows of the global batch are missing."""
+
+    def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Any, jax.Array]:
+        assert batch.mask is not None
+        new, metrics, checks = step(state, batch)
+        rows = batch.mask.sum(dtype=jnp.int32)
+        return new, (metrics, checks._replace(rows=rows)), rows == 0
+
+    def whole_step(state: TrainState, batch: Batch) -> Stepped:
+        state = to_device(state)
+        new, (metrics, checks) = conditional_update(counted, state, state, batch)
+        return new, metrics, checks
 
     whole_step.__name__ = COMPILED_NAME
     return whole_step

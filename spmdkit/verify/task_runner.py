@@ -26,6 +26,7 @@ from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.foundation.trees import is_key, named_leaves
 from spmdkit.mesh.mesh import count
 from spmdkit.program import compiler
+from spmdkit.program.feeds import with_streams
 from spmdkit.program.init_state import make_optimizer, with_user_state
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
@@ -110,6 +111,7 @@ class TaskRunner:
     """
 
     def __init__(self, config: Config, task: Task, batch_size: int, steps: int = 3, dtype: str = "float32"):
+        config, task = _without_streams(config, task, NUM_BATCHES * batch_size + batch_size // 4 + 1)
         self.config, self.steps, self.batch_size, self.dtype = config, steps, batch_size, dtype
         converted = with_user_state(task, config)
         self._task = with_constant_init(converted, config, dtype)
@@ -332,6 +334,20 @@ class TaskRunner:
             error = float(np.linalg.norm(difference) / max(float(np.linalg.norm(x)), 1e-30))
             worst = max(worst, (error, path)) if error > 0 or not worst[1] else worst
         return worst
+
+
+def _without_streams(config: Config, task: Task, num: int) -> tuple[Config, Task]:
+    """Returns the task with the first `num` rows of its streams as arrays, and a config without settings of streams."""
+    task = with_streams(task, config)
+    opened = {name: getattr(task, name) for name in ("train_data", "eval_data")}
+    rows: dict[str, Any] = {
+        name: data.first_rows(x, num) for name, x in opened.items() if isinstance(x, data.CheckedStream)
+    }
+    if "train_data" in rows:
+        full = config.data.repeat  # otherwise the last batches of the stream have missing rows
+        settings = {"data.repeat": True, "data.shards": None, "data.drop_remainder": full}
+        config = replace_keys(config, settings)
+    return replace_keys(config, {"data.batched": False}) if rows else config, dataclasses.replace(task, **rows)
 
 
 def _on_one_device(task: Task, replicas: int) -> Task:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from spmdkit.config import Config
-from spmdkit.data import PerProcess, Schedule, open_source
+from spmdkit.data import BatchSchedule, PerProcess, open_data, open_source
 from spmdkit.data.fingerprint import fingerprint, structure
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
@@ -63,7 +63,7 @@ def _data(given: Any, name: str, retries: int) -> dict[str, Any]:
     if isinstance(given, PerProcess) and given.lengths:  # identical on all processes although their rows differ
         example = structure(open_source(given, name))
         return {"examples": sum(given.lengths), "example": example, "rows": {"each process": str(given.lengths)}}
-    found = fingerprint(open_source(given, name), retries)
+    found = fingerprint(open_data(given, name), retries)
     digest = hashlib.sha256(json.dumps(found.rows, sort_keys=True).encode()).hexdigest()[:16]
     return {
         "examples": found.examples,
@@ -154,7 +154,7 @@ def check(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
     step: int,
-    schedule: Schedule,
+    schedule: BatchSchedule,
     directory: Path,
     allow_change: Sequence[str] = (),
 ) -> list[Change]:
@@ -185,7 +185,7 @@ def refusal(found: Sequence[Change], allow_change: Sequence[str], directory: Pat
     )
 
 
-def other_examples(digest: str, schedule: Schedule, step: int) -> str | None:
+def other_examples(digest: str, schedule: BatchSchedule, step: int) -> str | None:
     """Returns the reason why the next batch of a resumed run would contain different examples, or None.
 
     Args:

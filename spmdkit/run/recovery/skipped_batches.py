@@ -5,7 +5,6 @@ Skipped batches: `data.skip_batches` of the config, the record of the restored c
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,9 +83,9 @@ def add(program: Program, step: int, before: Ranges, count: int, numbers: Sequen
     return more
 
 
-def as_saved(schedule: data.Schedule, record: Mapping[str, Any]) -> data.Schedule:
+def as_saved(schedule: data.BatchSchedule, record: Mapping[str, Any]) -> data.BatchSchedule:
     """Returns the schedule at the time when a checkpoint was saved."""
-    return dataclasses.replace(schedule, skipped=saved_in(record))
+    return schedule.with_skipped(saved_in(record))
 
 
 def saved_in(record: Mapping[str, Any]) -> Ranges:

@@ -20,7 +20,7 @@ import jax
 
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
-from spmdkit.data import PerProcess, Source, open_source
+from spmdkit.data import CheckedStream, PerProcess, Source, open_data
 from spmdkit.data.fingerprint import Fingerprint, fingerprint
 from spmdkit.foundation.checksum import checksums
 from spmdkit.foundation.timeouts import FIRST_COMPARISON_S
@@ -67,7 +67,7 @@ def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> T
 
     def structure() -> dict[str, str]:
         task = make()
-        opened = {name: open_source(x, name) for name in DATA if (x := getattr(task, name)) is not None}
+        opened = {name: open_data(x, name) for name in DATA if (x := getattr(task, name)) is not None}
         made.append(dataclasses.replace(task, **{name: _opened(getattr(task, name), x) for name, x in opened.items()}))
         prints.update({name: fingerprint(x, retries) for name, x in opened.items()})
         kinds = {
@@ -97,7 +97,7 @@ def own(task: Task) -> list[str]:
     return [name for name in DATA if isinstance(getattr(task, name), PerProcess)]
 
 
-def _opened(given: Any, source: Source) -> Any:
+def _opened(given: Any, source: Source | CheckedStream) -> Any:
     """Returns the data of a task. Data read by example is opened again later, with the retries of the config."""
     if isinstance(given, PerProcess):
         return dataclasses.replace(given, source=_opened(given.source, source))

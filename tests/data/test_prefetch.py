@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from spmdkit.data import HostBatch, Schedule, device_batches, eval_schedule, host_batches, open_source
-from spmdkit.data import stream as stream_module
+from spmdkit.data import prefetch as prefetch_module
 from spmdkit.errors import UserCodeError
 
 ARRAYS = {"x": np.arange(50, dtype=np.float32).reshape(25, 2), "y": np.arange(25)}
@@ -192,7 +192,7 @@ def test_wait_is_the_time_the_consumer_stood_still(monkeypatch):
         now[0] += 7.0
         yield 2, "late"
 
-    monkeypatch.setattr(stream_module.time, "perf_counter", clock)
+    monkeypatch.setattr(prefetch_module.time, "perf_counter", clock)
     with device_batches(slow(), lambda value: value, depth=1) as device:
         assert [next(device), next(device)] == [(1, "ready", 0.0), (2, "late", 7.0)]
 

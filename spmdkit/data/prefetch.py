@@ -1,4 +1,4 @@
-"""Streams of batches, read on the host by grain and prefetched to the devices.
+"""Batches ahead of time: read on the host by grain and prefetched to the devices.
 
 `host_batches` reads rows: with grain's threads, or without grain for arrays in memory, where grain would take 8 us a
 batch and 0.3 s to import. `device_batches` runs one thread that puts batches on the devices ahead of time. (grain's
