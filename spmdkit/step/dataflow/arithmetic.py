@@ -13,17 +13,20 @@ from spmdkit.step.dataflow.flow import NONE, Flow, How, marks, mixing
 ZERO = Flow(tag="zero")
 
 
-def plus(*degrees: int | None) -> int | None:
+def plus(first: int | None, second: int | None) -> int | None:
     """Returns the degree of a product."""
-    return None if None in degrees else sum(degree for degree in degrees if degree is not None)
+    return None if first is None or second is None else first + second
+
+
+def times(degree: int | None, exponent: int) -> int | None:
+    """Returns the degree of a power."""
+    return None if degree is None else degree * exponent
 
 
 def layout(flows: Sequence[Flow]) -> tuple[int, int, bool]:
     """Returns (rows, stride, whether they agree) of the `row` values among `flows`."""
-    rows = [f for f in flows if f.is_row]
-    known = {(f.rows, f.stride) for f in rows if f.stride or f.rows == 1}
-    best = max(known, default=(rows[0].rows, 0))
-    return (*best, len(known) <= 1)
+    known = {(f.rows, f.stride) for f in flows if f.stride or f.rows == 1}
+    return (*max(known, default=(0, 0)), len(known) <= 1)
 
 
 def _row(eqn: Any, flows: Sequence[Flow], degree: int | None, mixes: bool) -> Flow:
@@ -48,7 +51,7 @@ def linear(eqn: Any, flows: Sequence[Flow]) -> Flow:
         return replace(index, tag="", mixed=None)
     degrees = {f.degree for f in parts}
     degree = degrees.pop() if len(degrees) == 1 else None
-    if degree is None and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):  # an index counted from the end
+    if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):  # an index counted from the end
         degree = parts[0].degree
     statistics = [f for f in parts if f.is_statistic]
     if any(f.is_row for f in parts):
@@ -63,8 +66,8 @@ def linear(eqn: Any, flows: Sequence[Flow]) -> Flow:
     hows: set[How] = {f.how for f in statistics}
     if not hows:
         return Flow(degree=degree, tag="replica" if tags == {"replica"} else "", **marks(parts))
-    added_extremes = len(statistics) > 1 and hows <= {"max", "min"} and name in ("add", "add_any")
-    if len(hows) == 1 and not added_extremes and (hows != {"total"} or degree is not None):
+    added_extremes = len(statistics) > 1 and hows <= {"max", "min"} and name in LINEAR
+    if len(hows) == 1 and not added_extremes and degree is not None:
         return Flow(statistics[0].how, degree, **marks(parts))
     if hows <= {"total", "moment"} and "moment" in hows:
         return Flow("moment", degree, **marks(parts))
@@ -82,7 +85,7 @@ def product(eqn: Any, flows: Sequence[Flow]) -> Flow:
         return _row(eqn, flows, degree, mixes=bool(statistics) or (both and any(f.added for f in flows)))
     if not statistics:
         tags = {f.tag for f in flows}
-        tag = ("offset" if degree == 1 else "replica") if "replica" in tags and tags <= {"replica", ""} else ""
+        tag = ("offset" if degree == 1 else "replica") if "replica" in tags else ""
         tag = "old" if "old" in tags and degree == 0 else tag
         return Flow(degree=degree, tag=tag, **marks(flows))  # type: ignore[arg-type]
     if len(statistics) == 1:
@@ -97,11 +100,11 @@ def product(eqn: Any, flows: Sequence[Flow]) -> Flow:
 def quotient(eqn: Any, flows: Sequence[Flow]) -> Flow:
     """The first value divided by the second."""
     top, bottom = flows
-    inverse = replace(bottom, degree=None if bottom.degree is None else -bottom.degree, tag="")
+    inverse = replace(bottom, degree=times(bottom.degree, -1), tag="")
     if bottom.is_statistic:
         out = product(eqn, (top, replace(inverse, how="other")))
         return replace(out, **mixing(eqn, flows)) if out.enters else out
-    if bottom.is_row and bottom.added:
+    if bottom.added:
         return product(eqn, (top, replace(inverse, **mixing(eqn, flows))))
     return product(eqn, (top, inverse))
 
@@ -111,16 +114,16 @@ def power(eqn: Any, flows: Sequence[Flow]) -> Flow:
     (base,) = flows
     exponent = eqn.params.get("y", 2)
     if base.how in ("total", "moment") and exponent > 1:
-        return Flow("moment", None if base.degree is None else base.degree * exponent, **mixing(eqn, flows))
+        return Flow("moment", times(base.degree, exponent), **mixing(eqn, flows))
     if base.how == "none":
-        return replace(base, degree=None if base.degree is None else base.degree * exponent, tag="")
+        return replace(base, degree=times(base.degree, exponent), tag="")
     return nonlinear(eqn, flows)
 
 
 def nonlinear(eqn: Any, flows: Sequence[Flow]) -> Flow:
     """Any other function of the elements."""
     name = eqn.primitive.name
-    if name in ("lt", "le") and flows[0].tag in ("index", "offset") and flows[1].tag == "zero":
+    if name == "lt" and flows[0].tag in ("index", "offset") and flows[1].tag == "zero":
         return replace(NONE, tag="false")
     entering = [f for f in flows if f.enters]
     if not entering:
@@ -147,7 +150,7 @@ def choice(eqn: Any, flows: Sequence[Flow]) -> Flow:
     chosen = linear(eqn, cases)
     if not which.enters:
         return chosen
-    if which.is_statistic or chosen.is_statistic or which.added or chosen.added:
+    if which.is_statistic or chosen.is_statistic or chosen.added:
         if which.is_row or chosen.is_row:
             return _row(eqn, [which, chosen], 0, mixes=True)
         return Flow("other", 0, **mixing(eqn, flows))
@@ -159,8 +162,8 @@ def _names(text: str) -> frozenset[str]:
 
 
 COPIES = _names(
-    "copy name pvary pcast sharding_constraint stop_gradient convert_element_type reduce_precision real imag conj "
-    "to_edtype from_edtype random_clone reshard"
+    "copy name pvary pcast pbroadcast sharding_constraint stop_gradient reduce_precision real imag conj to_edtype "
+    "from_edtype random_clone reshard optimization_barrier device_put"
 )
 LINEAR = _names("add add_any sub neg complex")
 NONLINEAR = _names(
@@ -181,11 +184,10 @@ def _truncates(eqn: Any) -> bool:
 def elementwise(eqn: Any, flows: Sequence[Flow]) -> Flow | None:
     """Returns the flow of an elementwise operation, or None for any other operation."""
     name = eqn.primitive.name
-    if name == "convert_element_type" and _truncates(eqn):
+    if name == "convert_element_type":
         (flow,) = flows
-        return nonlinear(eqn, flows) if flow.added or (flow.is_statistic and flow.degree == 0) else flow
-    if name in COPIES and len(flows) == 1:
-        return flows[0]
+        changes = _truncates(eqn) and (flow.added or (flow.is_statistic and flow.degree == 0))
+        return nonlinear(eqn, flows) if changes else flow
     if name in LINEAR:
         return linear(eqn, flows)
     if name == "mul":

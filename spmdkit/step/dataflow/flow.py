@@ -74,14 +74,16 @@ class Flow:
         return plain[0] == plain[1] and marked[0] == marked[1]
 
     def span(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Returns the first and last dim that the rows of a `row` value extend over, or None if that is unknown or if
-        there is only one row."""
+        """Returns the first and last dim that the rows of a `row` value extend over, or None if that is unknown, if a
+        dim holds parts of rows, or if there is only one row."""
         after, covering = 1, []
         for dim in reversed(range(len(shape))):
-            if after < self.stride * self.rows and after * shape[dim] > self.stride and shape[dim] > 1:
+            if after < self.stride * self.rows and after * shape[dim] > self.stride:
                 covering.append(dim)
             after *= shape[dim]
-        return (covering[-1], covering[0]) if covering else None
+        if not covering or self.stride % math.prod(shape[covering[0] + 1 :]):
+            return None
+        return covering[-1], covering[0]
 
     def moved(self, shape: tuple[int, ...], out: tuple[int, ...], dims: dict[int, int]) -> Flow:
         """Returns the flow of an array of shape `out` in which dim d of this value is dim `dims[d]`."""
@@ -90,11 +92,9 @@ class Flow:
             return replace(self, stride=0)
         first, last = span
         new = [dims.get(d) for d in range(first, last + 1)]
-        after, new_last = math.prod(shape[last + 1 :]), dims.get(last)
-        adjacent = new_last is not None and new == list(range(new_last - (last - first), new_last + 1))
-        if not adjacent or self.stride % after:
+        after, new_last = math.prod(shape[last + 1 :]), dims.get(last, -1)
+        if new != list(range(new_last - (last - first), new_last + 1)):
             return replace(self, stride=0)
-        assert new_last is not None
         return replace(self, stride=self.stride // after * math.prod(out[new_last + 1 :]))
 
 

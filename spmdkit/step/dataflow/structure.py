@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from spmdkit.step.dataflow.arithmetic import ZERO, layout, linear, nonlinear, plus, product
+from spmdkit.step.dataflow.arithmetic import layout, linear, nonlinear, plus, product
 from spmdkit.step.dataflow.flow import NONE, Flow, marks, mixing
 
 Rule = Callable[[Any, Sequence[Flow]], Flow]
@@ -44,12 +45,16 @@ def _mixed_row(eqn: Any, flows: Sequence[Flow]) -> Flow:
 
 
 def reduce_sum(eqn: Any, flows: Sequence[Flow]) -> Flow:
-    (flow,), shape, axes = flows, shape_of(eqn), eqn.params["axes"]
-    if not flow.is_row:
-        return replace(flow, how="other" if flow.how in ("max", "min") else flow.how)
+    (flow,), shape = flows, shape_of(eqn)
+    axes = [axis for axis in eqn.params["axes"] if isinstance(axis, int)]  # a mesh axis holds parts of the same rows
     if not _meets(flow, shape, axes):
-        return _without(flow, shape, axes)
+        return _without(weighted_sum(eqn, flows), shape, axes)
     return Flow("total", plus(flow.degree, 1), **{**marks(flows), "added": None, "source": flow.source or eqn})
+
+
+def weighted_sum(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    """A sum with constant weights of elements that belong to one row, or to none."""
+    return product(eqn, (flows[0], NONE))
 
 
 def _without(flow: Flow, shape: tuple[int, ...], axes: Iterable[int]) -> Flow:
@@ -71,11 +76,9 @@ def reduce_extreme(eqn: Any, flows: Sequence[Flow]) -> Flow:
 
 
 def reduce_other(eqn: Any, flows: Sequence[Flow]) -> Flow:
-    """Any other reduction over `axes`."""
-    shape, axes = shape_of(eqn), eqn.params["axes"]
-    if not any(f.enters for f in flows):
-        return NONE
-    if any(f.is_row for f in flows) and not any(_meets(f, shape, axes) for f in flows):
+    """Any other reduction."""
+    shape, axes = shape_of(eqn), eqn.params.get("axes", eqn.params.get("dimensions"))
+    if not any(_meets(f, shape, axes) for f in flows):
         return _without(nonlinear(eqn, flows), shape, axes)
     return _other(eqn, flows, mixes=any(f.is_statistic for f in flows))
 
@@ -85,14 +88,10 @@ def along(eqn: Any, flows: Sequence[Flow]) -> Flow:
     params, shape = eqn.params, shape_of(eqn)
     dims = params.get("axis", params.get("dimension", params.get("dimensions", len(shape) - 1)))
     dims = dims if isinstance(dims, tuple | list) else (dims,)
-    if not any(f.enters for f in flows):
-        return NONE
-    if not any(f.is_row for f in flows):
-        return linear(eqn, flows) if eqn.primitive.name in ("rev", "cumsum") else _other(eqn, flows)
     if any(_meets(f, shape, dims) for f in flows):
         return _mixed_row(eqn, flows)
-    row = linear(eqn, flows) if eqn.primitive.name in ("rev", "cumsum") else nonlinear(eqn, flows)
-    return row.moved(shape, result_shape(eqn), {d: d for d in range(len(shape))})
+    rule = {"rev": linear, "cumsum": weighted_sum}.get(eqn.primitive.name, nonlinear)
+    return rule(eqn, flows).moved(shape, result_shape(eqn), {d: d for d in range(len(shape))})
 
 
 # ---- shapes
@@ -108,52 +107,47 @@ def transpose(eqn: Any, flows: Sequence[Flow]) -> Flow:
     return flows[0].moved(shape_of(eqn), result_shape(eqn), dims)
 
 
-def broadcast(eqn: Any, flows: Sequence[Flow], num: int | None) -> Flow:
-    """broadcast_in_dim. `num`: the number of rows if no other dim has its length."""
+def broadcast(eqn: Any, flows: Sequence[Flow], num: int) -> Flow:
+    """broadcast_in_dim. `num`: the number of rows if no other dim has its length, or -1."""
     flow, out = flows[0], result_shape(eqn)
     if flow.is_row:
         dims = dict(enumerate(eqn.params["broadcast_dimensions"]))
         return flow.moved(shape_of(eqn), out, dims)
-    if flow.tag == "zero" or num is None:
+    if flow.tag == "zero":
         return flow
     before = shape_of(eqn)
     mapped = {d: before[i] for i, d in enumerate(eqn.params["broadcast_dimensions"])}
     new = [d for d, size in enumerate(out) if size == num and mapped.get(d, 1) == 1]
     if len(new) != 1:
         return flow
-    row = Flow("row", flow.degree or 0, num, math.prod(out[new[0] + 1 :]), **marks(flows))
+    row = Flow("row", 0 if flow.degree is None else flow.degree, num, math.prod(out[new[0] + 1 :]), **marks(flows))
     if flow.how == "total" and flow.degree is not None:
-        return replace(row, added=row.added or eqn)
-    return replace(row, **mixing(eqn, flows)) if flow.is_statistic else row
+        return replace(row, added=eqn)
+    return replace(row, **mixing(eqn, flows)) if flow.is_statistic or flow.degree is None else row
 
 
-def iota(eqn: Any, num: int | None) -> Flow:
+def iota(eqn: Any, num: int) -> Flow:
     shape, dim = eqn.params["shape"], eqn.params["dimension"]
-    if num is None or shape[dim] != num:
+    if shape[dim] != num:
         return NONE
     return Flow("row", 0, num, math.prod(shape[dim + 1 :]), mixed=eqn, tag="index")
 
 
 def slice_(eqn: Any, flows: Sequence[Flow]) -> Flow:
-    flow, shape, out = flows[0], shape_of(eqn), result_shape(eqn)
-    if not flow.is_row:
-        return flow
-    return part(eqn, flow, shape, out, eqn.params["start_indices"], eqn.params["strides"])
+    return part(eqn, flows[0], shape_of(eqn), result_shape(eqn), eqn.params["start_indices"], eqn.params["strides"])
 
 
 def part(eqn: Any, flow: Flow, shape: Any, out: Any, starts: Any, strides: Any = None) -> Flow:
-    """Returns a part of a `row` value."""
+    """Returns a part of a value."""
     smaller = [d for d, (a, b) in enumerate(zip(shape, out, strict=True)) if a != b]
-    if flow.tag == "index":
-        flow = replace(flow, tag="")
     if not _meets(flow, shape, smaller):
         return flow.moved(shape, out, {d: d for d in range(len(shape))})
     span = flow.span(shape)
-    if span is None or span[0] != span[1] or flow.stride % math.prod(shape[span[0] + 1 :]):
+    if span is None or span[0] != span[1]:
         return _mixed_row(eqn, [flow])
     dim = span[0]
     block = flow.rows * (flow.stride // math.prod(shape[dim + 1 :]))  # all rows once
-    whole_blocks = out[dim] % block == 0 and (starts is None or starts[dim] % block == 0)
+    whole_blocks = out[dim] % block == 0 and starts[dim] % block == 0
     if not whole_blocks or (strides is not None and strides[dim] != 1):
         return _mixed_row(eqn, [flow])
     return replace(flow, stride=flow.stride // math.prod(shape[dim + 1 :]) * math.prod(out[dim + 1 :]))
@@ -161,8 +155,6 @@ def part(eqn: Any, flow: Flow, shape: Any, out: Any, starts: Any, strides: Any =
 
 def concatenate(eqn: Any, flows: Sequence[Flow]) -> Flow:
     dim, out = eqn.params["dimension"], result_shape(eqn)
-    if not any(f.is_row for f in flows):
-        return linear(eqn, flows)
     filled = [(f, shape_of(eqn, i)) for i, f in enumerate(flows) if math.prod(shape_of(eqn, i))]
     parts = []
     for flow, shape in filled:
@@ -171,14 +163,10 @@ def concatenate(eqn: Any, flows: Sequence[Flow]) -> Flow:
             if span is None or span[0] != span[1] or not all(f.is_row for f, _ in filled):
                 return _other(eqn, flows, mixes=False)
         parts.append(flow.moved(shape, out, {d: d for d in range(len(shape))}))
-    if any(f.tag == "index" for f in flows):  # indices (row, column): `x[jnp.arange(n), labels]`
-        index = next(f for f in parts if f.tag == "index")
-        others = [f for f in parts if f is not index]
-        if not any(f.is_statistic or f.added for f in others):
-            mixed = marks(others)["mixed"]
-            return replace(index, mixed=mixed, tag="" if mixed else "index")
-    joined = nonlinear(eqn, [replace(f, degree=0) for f in parts])
-    return replace(joined, added=marks(parts)["added"] if not joined.mixed else None)
+    if parts[0].tag == "index":  # indices (row, column): `x[jnp.arange(n), labels]`
+        mixed = marks(parts[1:])["mixed"]
+        return replace(parts[0], mixed=mixed, tag="" if mixed else "index")
+    return replace(linear(eqn, parts), tag="")
 
 
 def stack(eqn: Any, flows: Sequence[Flow]) -> Flow:
@@ -198,8 +186,6 @@ def tile(eqn: Any, flows: Sequence[Flow]) -> Flow:
 
 def pad(eqn: Any, flows: Sequence[Flow]) -> Flow:
     flow, shape, out = linear(eqn, flows), shape_of(eqn), result_shape(eqn)
-    if not flow.is_row:
-        return flow
     padded = [d for d, config in enumerate(eqn.params["padding_config"]) if any(config)]
     if _meets(flow, shape, padded):
         return replace(flow, stride=0)
@@ -209,14 +195,11 @@ def pad(eqn: Any, flows: Sequence[Flow]) -> Flow:
 def window(eqn: Any, flows: Sequence[Flow]) -> Flow:
     """reduce_window and its variants."""
     shape, out = shape_of(eqn), result_shape(eqn)
-    flow = flows[0]
-    if not flow.is_row:
-        return flow if flow.how == "none" else _other(eqn, flows)
     wide = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
-    if _meets(flow, shape, wide):
+    if _meets(flows[0], shape, wide):
         return _mixed_row(eqn, flows)
-    changed = flow if eqn.primitive.name == "reduce_window_sum" else nonlinear(eqn, [flow])
-    return changed.moved(shape, out, {d: d for d in range(len(shape))})
+    rule = weighted_sum if eqn.primitive.name == "reduce_window_sum" else nonlinear
+    return rule(eqn, flows).moved(shape, out, {d: d for d in range(len(shape))})
 
 
 # ---- products
@@ -226,9 +209,7 @@ def dot_general(eqn: Any, flows: Sequence[Flow]) -> Flow:
     (left, right), out = flows, result_shape(eqn)
     (contracted, batch) = eqn.params["dimension_numbers"]
     degree = plus(left.degree, right.degree)
-    if any(f.tag == "zero" for f in flows):
-        return ZERO
-    if not any(f.is_row for f in flows):
+    if any(f.tag == "zero" for f in flows) or not any(f.is_row for f in flows):
         return product(eqn, flows)
     free: Callable[[int, Any], list[int]] = lambda side, shape: [
         d for d in range(len(shape)) if d not in contracted[side] and d not in batch[side]
@@ -252,7 +233,7 @@ def dot_general(eqn: Any, flows: Sequence[Flow]) -> Flow:
     if summed:
         return _mixed_row(eqn, flows) if moved else _other(eqn, flows)
     same = len({(f.rows, f.stride) for f in moved}) == 1
-    if (len(moved) == 2 and not same) or statistic or added or degree is None:
+    if not same or statistic or added or degree is None:
         return replace(moved[0], **mixing(eqn, flows))
     return replace(moved[0], degree=degree, tag="", **marks(flows))
 
@@ -278,45 +259,42 @@ def gather(eqn: Any, flows: Sequence[Flow]) -> Flow:
     sizes, offset = eqn.params["slice_sizes"], numbers.offset_dims
     window = [d for d in range(len(shape)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
     batch_out = [d for d in range(len(out)) if d not in offset]
-    index_dims = {d: batch_out[i] for i, d in enumerate(range(len(of_indices) - 1))}
+    index_dims = dict(enumerate(batch_out))
     of_operand = dict(zip(window, offset, strict=True))
     for d, e in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         of_operand[d] = index_dims[e]
     if operand.is_statistic or indices.is_statistic:
-        if not operand.is_row and not indices.is_row:
-            return operand if not indices.enters else _other(eqn, flows)
-        row = indices if indices.is_row else operand
-        return replace(row.moved(of_indices if row is indices else shape, out, index_dims), **mixing(eqn, flows))
+        return replace(_mixed_row(eqn, flows), stride=0) if indices.enters else operand
     placed = indices.moved(of_indices, out, index_dims)
     if not operand.is_row:
         return replace(placed, tag="")
-    own = operand.span(shape) == (0, 0) and 0 not in numbers.operand_batching_dims
-    if indices.tag == "index" and own:  # x[jnp.arange(n), ...]
-        return replace(placed, tag="", mixed=operand.mixed, degree=operand.degree)
+    if indices.tag == "index" and _indexes_rows(operand, shape, numbers.start_index_map):  # x[jnp.arange(n), ...]
+        return replace(placed, tag="", degree=operand.degree, **marks([operand]))
     cut = [d for d in range(len(shape)) if d not in numbers.operand_batching_dims and sizes[d] != shape[d]]
     if _meets(operand, shape, cut):
         return replace(_mixed_row(eqn, flows), stride=0)
     moved = operand.moved(shape, out, of_operand)
-    if not indices.enters:
-        return replace(moved, tag="")
-    if not layout([placed, moved])[2]:
-        return replace(moved, tag="", **mixing(eqn, flows))
-    return replace(moved, tag="", **(mixing(eqn, flows) if indices.added else marks(flows)))
+    return replace(moved, tag="", **(marks(flows) if layout([placed, moved])[2] else mixing(eqn, flows)))
+
+
+def _indexes_rows(operand: Flow, shape: tuple[int, ...], indexed: Sequence[int]) -> bool:
+    """Returns whether the first number of each index selects along the dim of the rows."""
+    return operand.span(shape) == (0, 0) and indexed[0] == 0
 
 
 def scatter(eqn: Any, flows: Sequence[Flow]) -> Flow:
     (operand, indices, updates), numbers = flows, eqn.params["dimension_numbers"]
     shape, of_indices, of_updates = (shape_of(eqn, i) for i in range(3))
-    adds = eqn.primitive.name in ("scatter-add", "scatter_add", "scatter-sub", "scatter_sub")
+    adds = eqn.primitive.name.endswith(("add", "sub"))
     if not any(f.enters for f in flows):
         return replace(NONE, **marks(flows))
     if any(f.is_statistic for f in flows):
         if indices.enters or any(f.is_row for f in flows):
-            return _mixed_row(eqn, flows) if any(f.is_row for f in flows) else _other(eqn, flows)
+            return _mixed_row(eqn, flows)
         return linear(eqn, (operand, updates))
     window = list(numbers.update_window_dims)
     batch = [d for d in range(len(of_updates)) if d not in window]
-    index_dims = {d: batch[i] for i, d in enumerate(range(len(of_indices) - 1))}
+    index_dims = dict(enumerate(batch))
     placed = indices.moved(of_indices, of_updates, index_dims)
     fixed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     target = [d for d in range(len(shape)) if d not in fixed]
@@ -324,15 +302,17 @@ def scatter(eqn: Any, flows: Sequence[Flow]) -> Flow:
     for d, e in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
         to_operand[index_dims[e]] = d
     scattered = [d for d in batch if d not in to_operand]
-    if indices.tag == "index" and operand.span(shape) == (0, 0):  # x.at[jnp.arange(n), i].set(...)
-        return replace(operand, tag="", mixed=operand.mixed or updates.mixed)
+    if not operand.is_row and shape[:1] == (indices.rows,):  # zeros for each row
+        operand = Flow("row", 0, indices.rows, math.prod(shape[1:]))
+    if indices.tag == "index" and _indexes_rows(operand, shape, numbers.scatter_dims_to_operand_dims):
+        return replace(operand, tag="", **marks([operand, updates]))  # x.at[jnp.arange(n), i].set(...)
     if _meets(updates, of_updates, scattered) or _meets(placed, of_updates, scattered):
         if operand.is_row:
             return _mixed_row(eqn, flows)
         found = {**marks(flows), "source": marks(flows)["source"] or eqn}
-        if adds and placed.is_row and any(f.added for f in (indices, updates)):  # a mean times a number of rows
+        if any(f.added for f in (indices, updates)):  # a mean times a number of rows
             return _other(eqn, flows)
-        if adds and indices.tag != "index" and operand.tag in ("zero", "old", ""):
+        if adds and indices.tag != "index":
             return Flow("total", plus(updates.degree, 1), **{**found, "added": None})
         return Flow("other", 0, **found)
     moved = [f.moved(of_updates, shape, to_operand) for f in (placed, updates) if f.is_row]
@@ -341,72 +321,49 @@ def scatter(eqn: Any, flows: Sequence[Flow]) -> Flow:
 
 def dynamic_slice(eqn: Any, flows: Sequence[Flow]) -> Flow:
     (operand, *starts), shape, out = flows, shape_of(eqn), result_shape(eqn)
-    if any(f.tag == "offset" for f in starts) and operand.how == "none" and operand.whole is not None:
+    if any(f.tag == "offset" for f in starts) and operand.whole is not None:
+        if operand.is_row:  # rows of this replica against rows of this replica
+            return _mixed_row(eqn, flows)
         dim = next(i for i, f in enumerate(starts) if f.tag == "offset")
         return Flow("row", 0, out[dim], math.prod(out[dim + 1 :]))
-    if not any(f.enters for f in flows):
-        return replace(NONE, **marks(flows))
     if any(f.enters for f in starts):
-        row = [f for f in flows if f.is_row]
-        return _mixed_row(eqn, flows) if any(f.rows > 1 for f in row) or not row else nonlinear(eqn, [*row])
-    return part(eqn, operand, shape, out, (1,) * len(shape)) if operand.is_row else operand
+        return nonlinear(eqn, flows)
+    of_part = part(eqn, operand, shape, out, (1,) * len(shape))
+    return replace(of_part, **marks([of_part, *starts]))
 
 
 def dynamic_update_slice(eqn: Any, flows: Sequence[Flow]) -> Flow:
     (operand, update, *starts), shape, of_update = flows, shape_of(eqn), shape_of(eqn, 1)
-    if not any(f.enters for f in flows):
-        return replace(NONE, **marks(flows))
     if any(f.enters for f in starts):
         return _other(eqn, flows, mixes=False)
-    if not update.is_row and not operand.is_row:
-        return linear(eqn, (operand, update))
     smaller = [d for d, (a, b) in enumerate(zip(shape, of_update, strict=True)) if a != b]
     if _meets(update, of_update, smaller):
         return _other(eqn, flows, mixes=False)
     moved = update.moved(of_update, shape, {d: d for d in range(len(shape))})
-    return replace(nonlinear(eqn, [operand, moved]), tag="")
+    written = linear(eqn, [operand, moved])
+    return replace(written, tag="", **marks([written, *starts]))
 
 
 # ---- batched functions
 
 
-def leading(trailing: int) -> Rule:
-    """Returns the rule of a function of the last `trailing` dims, for each position of the other dims."""
-
-    def rule(eqn: Any, flows: Sequence[Flow]) -> Flow:
-        if not any(f.enters for f in flows):
-            return replace(NONE, **marks(flows))
-        if not any(f.is_row for f in flows):
-            return _other(eqn, flows)
-        moved, out = [], result_shape(eqn)
-        for i, flow in enumerate(flows):
-            shape = shape_of(eqn, i)
-            if _meets(flow, shape, range(max(len(shape) - trailing, 0), len(shape))):
-                return _mixed_row(eqn, flows)
-            moved.append(flow.moved(shape, out, {d: d for d in range(max(len(shape) - trailing, 0))}))
-        return nonlinear(eqn, moved)
-
-    return rule
+def leading(trailing: int, eqn: Any, flows: Sequence[Flow]) -> Flow:
+    """A function of the last `trailing` dims, for each position of the other dims."""
+    out, shapes = result_shape(eqn), [shape_of(eqn, i) for i in range(len(flows))]
+    batch = max(map(len, shapes)) - trailing  # a vector has less dims than a matrix
+    pairs = list(zip(flows, shapes, strict=True))
+    if any(_meets(flow, shape, range(batch, len(shape))) for flow, shape in pairs):
+        return _mixed_row(eqn, flows)
+    return nonlinear(eqn, [flow.moved(shape, out, {d: d for d in range(batch)}) for flow, shape in pairs])
 
 
 def triangular_solve(eqn: Any, flows: Sequence[Flow]) -> Flow:
     matrix, right = flows
     shape = shape_of(eqn, 1)
     solved = len(shape) - (2 if eqn.params["left_side"] else 1)
-    if not matrix.enters and right.is_row and not _meets(right, shape, [solved]):
-        return right
-    return leading(2)(eqn, flows)
-
-
-def linear_solve(eqn: Any, flows: Sequence[Flow]) -> Flow:
-    """custom_linear_solve, for each position of the first dim."""
-    shapes = [shape_of(eqn, i) for i in range(len(flows))]
-    rows = [(flow, shape) for flow, shape in zip(flows, shapes, strict=True) if flow.is_row]
-    if not rows:
-        return _other(eqn, flows) if any(f.enters for f in flows) else replace(NONE, **marks(flows))
-    if any(flow.span(shape) != (0, 0) for flow, shape in rows):
-        return _mixed_row(eqn, flows)
-    return nonlinear(eqn, [flow.moved(shape, result_shape(eqn), {0: 0}) for flow, shape in rows])
+    if not matrix.enters and not _meets(right, shape, [solved]):
+        return weighted_sum(eqn, [right])
+    return leading(2, eqn, flows)
 
 
 def random(eqn: Any, flows: Sequence[Flow]) -> Flow:
@@ -416,12 +373,11 @@ def random(eqn: Any, flows: Sequence[Flow]) -> Flow:
         return NONE
     i, flow = rows[0]
     before, after = math.prod(shape_of(eqn, i)), math.prod(result_shape(eqn))
-    stride = flow.stride * after // before if before and after % before == 0 else 0
-    return Flow("row", 0, flow.rows, stride)
+    return Flow("row", 0, flow.rows, flow.stride * after // before)
 
 
 def _of_last_dims(eqn: Any, flows: Sequence[Flow]) -> Flow:
-    return leading(len(eqn.params["fft_lengths"]))(eqn, flows)
+    return leading(len(eqn.params["fft_lengths"]), eqn, flows)
 
 
 def _names(text: str) -> list[str]:
@@ -431,7 +387,9 @@ def _names(text: str) -> list[str]:
 RULES: dict[str, Rule] = {
     "reduce_sum": reduce_sum,
     **dict.fromkeys(("reduce_max", "reduce_min"), reduce_extreme),
-    **dict.fromkeys(("reduce_and", "reduce_or", "reduce_xor", "reduce_prod", "argmax", "argmin"), reduce_other),
+    **dict.fromkeys(
+        ("reduce", "reduce_and", "reduce_or", "reduce_xor", "reduce_prod", "argmax", "argmin"), reduce_other
+    ),
     **dict.fromkeys(
         ("sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev"), along
     ),
@@ -447,23 +405,17 @@ RULES: dict[str, Rule] = {
     "conv_general_dilated": conv,
     "gather": gather,
     **dict.fromkeys(
-        _names(
-            "scatter scatter-add scatter_add scatter-sub scatter_sub scatter_mul scatter-mul scatter_min scatter-min "
-            "scatter_max scatter-max"
-        ),
+        _names("scatter scatter_add scatter_sub scatter_mul scatter_min scatter_max"),
         scatter,
     ),
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,
     **dict.fromkeys(
-        _names(
-            "cholesky cholesky_update lu lu_pivots_to_permutation geqrf householder_product eigh eig svd qr schur "
-            "hessenberg tridiagonal tridiagonal_solve"
-        ),
-        leading(2),
+        _names("cholesky lu geqrf householder_product eigh eig svd qr schur hessenberg tridiagonal tridiagonal_solve"),
+        functools.partial(leading, 2),
     ),
+    "lu_pivots_to_permutation": functools.partial(leading, 1),
     "triangular_solve": triangular_solve,
-    "custom_linear_solve": linear_solve,
     "fft": _of_last_dims,
     **dict.fromkeys(
         _names(
@@ -473,4 +425,4 @@ RULES: dict[str, Rule] = {
         random,
     ),
 }
-"""Primitives with one rule for all results."""
+"""Primitives with one rule for all results. `_` stands for `-`."""

@@ -14,12 +14,10 @@ from spmdkit import compat
 from spmdkit.foundation import jaxprs
 from spmdkit.foundation.trees import is_key
 from spmdkit.step.dataflow import structure
-from spmdkit.step.dataflow.arithmetic import ZERO, elementwise, linear
+from spmdkit.step.dataflow.arithmetic import COPIES, ZERO, elementwise, linear
 from spmdkit.step.dataflow.flow import NONE, Flow, first, marks
 from spmdkit.step.model_state.dependence import retained
 
-_GATHERS = frozenset(["all_gather", "all_gather_invariant", "all_gather_reduced"])
-_SUMS = frozenset(["psum", "psum_invariant", "psum2"])
 _LARGEST = 64
 """A literal that is up to this multiple of the reciprocal of the number of rows is derived from it."""
 
@@ -57,14 +55,12 @@ class Walk:
     def _constant(self, value: Any, use: Any) -> Flow:
         """Returns the flow of a constant with the first equation that uses it: zeros, numbers that are derived from the
         number of rows, and a number for each row."""
-        if not hasattr(value, "dtype") and not isinstance(value, int | float):
-            return NONE
         if isinstance(value, jax.core.Tracer) or is_key(value):
             return NONE
         if np.size(value) != 1:
             return self._positions(np.asarray(value), use)
         number = np.asarray(value).reshape(())
-        number = number.real if np.iscomplexobj(number) and not number.imag else number
+        number = number if number.imag else number.real
         if number.dtype.kind not in "iuf" or not np.isfinite(number):
             return NONE
         if number == 0:
@@ -74,16 +70,16 @@ class Walk:
         if float(number) % self.num == 0:  # a multiple of the rows of all replicas is the same on every mesh
             return Flow(degree=int(self.replicas == 1 or float(number) % (self.num * self.replicas) != 0))
         scaled = float(number) * self.num
-        reciprocal = abs(scaled - round(scaled)) < 1e-5 * abs(scaled) and 0 < abs(round(scaled)) <= _LARGEST
-        return Flow(degree=-1) if reciprocal and round(scaled) % self.num else NONE
+        reciprocal = abs(scaled - round(scaled)) < 1e-5 * abs(scaled) and abs(round(scaled)) <= _LARGEST
+        return Flow(degree=-1) if reciprocal else NONE
 
     def _positions(self, value: np.ndarray[Any, Any], use: Any) -> Flow:
         """Returns the flow of a constant array: it depends on the position of a row if it has a value for each row."""
         dims = [d for d, size in enumerate(value.shape) if size == self.num]
-        if not self.unique or len(dims) != 1 or use is None:
+        if not self.unique or len(dims) != 1:
             return NONE
-        if value.dtype == bool and not value.any():
-            return replace(NONE, tag="false")
+        if not value.any():
+            return replace(NONE, tag="false" if value.dtype == bool else "zero")
         row = Flow("row", 0, self.num, math.prod(value.shape[dims[0] + 1 :]))
         if np.array_equal(value, np.broadcast_to(value.take([0], dims[0]), value.shape)):
             return row
@@ -96,26 +92,30 @@ class Walk:
             return []
         if name in ("scan", "while", "cond"):
             return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eqn, flows)
-        inner = list(jaxprs.inner_jaxprs(eqn))
-        if inner and len(inner[0].invars) == len(flows) and len(inner[0].outvars) == num and "jaxprs" not in eqn.params:
+        if name == "custom_linear_solve":
+            solve, lengths = eqn.params["jaxprs"].solve, eqn.params["const_lengths"]
+            start, right = lengths.matvec + lengths.vecmat, sum(lengths)
+            return self.run(solve.jaxpr, [*flows[start : start + lengths.solve], *flows[right:]], solve.consts)
+        inner, rule = list(jaxprs.inner_jaxprs(eqn)), structure.RULES.get(name.replace("-", "_"))
+        if inner and rule is None and len(inner[0].invars) == len(flows):
             return [_at_call(eqn, flows, f) for f in self.run(inner[0], flows, _consts(eqn))]
-        if name in ("optimization_barrier", "device_put") and len(flows) == num:
+        if name in COPIES:
             return flows
         if name == "axis_index":
             return [replace(NONE, tag="replica" if jaxprs.axis_names(eqn) & self.axes else "")]
         if jaxprs.axis_names(eqn) & self.axes:
             return self._collective(eqn, flows)
-        if name in _SUMS and all(isinstance(axis, int) for axis in eqn.params["axes"]):  # under `vmap(axis_name=)`
+        if name.startswith("psum"):  # under `vmap(axis_name=)`
             return [structure.reduce_sum(eqn, [flow]) for flow in flows]
         if name == "iota":
-            return [structure.iota(eqn, self.num if self.unique else None)]
+            return [structure.iota(eqn, self.num if self.unique else -1)]
         if name == "broadcast_in_dim":
-            return [structure.broadcast(eqn, flows[:1], self.num if self.unique else None)]
+            return [structure.broadcast(eqn, flows[:1], self.num if self.unique else -1)]
         if name in ("split", "unstack"):
             return self._split(eqn, flows[0])
         if (flow := elementwise(eqn, _aligned(eqn, flows))) is not None:
             return [flow] * num
-        if rule := structure.RULES.get(name):
+        if rule is not None:
             flow, shape = rule(eqn, flows), structure.result_shape(eqn)
             same = {d: d for d in range(len(shape))}
             return [flow, *(flow.moved(shape, tuple(var.aval.shape), same) for var in eqn.outvars[1:])]
@@ -132,12 +132,11 @@ class Walk:
         if eqn.primitive.name == "unstack":
             axis = eqn.params["axis"]
             ones = (*shape[:axis], 1, *shape[axis + 1 :])
-            part = structure.part(eqn, flow, shape, ones, None) if flow.is_row else flow
-            return [part] * len(eqn.outvars)
+            return [structure.part(eqn, flow, shape, ones, [0] * len(shape))] * len(eqn.outvars)
         outs, start = [], 0
         for var in eqn.outvars:
             starts = [start if d == eqn.params["axis"] else 0 for d in range(len(shape))]
-            outs.append(structure.part(eqn, flow, shape, tuple(var.aval.shape), starts) if flow.is_row else flow)
+            outs.append(structure.part(eqn, flow, shape, tuple(var.aval.shape), starts))
             start += var.aval.shape[eqn.params["axis"]]
         return outs
 
@@ -148,13 +147,13 @@ class Walk:
         name, outs = eqn.primitive.name, []
         covers = self.needed <= jaxprs.axis_names(eqn)
         for flow in flows:
-            if name in ("pvary", "pcast", "pbroadcast") or not flow.enters:
+            if not flow.enters:
                 outs.append(flow)
                 continue
-            exact = covers and (
-                (name in _GATHERS and flow.how in ("row", "total", "max", "min"))
-                or (name in _SUMS and flow.how == "total")
-                or (name == f"p{flow.how}")
+            exact = (
+                (name.startswith("all_gather") and flow.how in ("row", "total", "max", "min"))
+                or (name.startswith("psum") and flow.how == "total")
+                or name == f"p{flow.how}"
             )
             source = flow.source or eqn
             mixed = flow.mixed if exact else flow.mixed or source
@@ -163,7 +162,7 @@ class Walk:
                 if covers
                 else replace(flow, mixed=flow.mixed or source)
             )
-        return outs if len(outs) == len(eqn.outvars) else [first(outs)] * len(eqn.outvars)
+        return outs
 
     # ---- loops and branches
 
@@ -173,12 +172,14 @@ class Walk:
         xs = start + num_carry
         shapes = [tuple(v.aval.shape) for v in eqn.invars]
         sliced = [self._slice(f, shape) for f, shape in zip(flows[xs:], shapes[xs:], strict=True)]
-        by_row = any(f.is_row and f.rows != g.rows for f, g in zip(flows[xs:], sliced, strict=True))
+        by_row = any(f.rows != g.rows for f, g in zip(flows[xs:], sliced, strict=True))
         is_sum = retained(body.jaxpr, range(start, xs)) if by_row else [True] * num_carry
+        if by_row and any(f.rows == 1 for f in flows):  # the row of an outer loop meets all rows
+            sliced = [replace(f, mixed=f.mixed or eqn) if f.is_row else f for f in sliced]
         carry = flows[start:xs]
         while True:
             out = self.run(body.jaxpr, [*flows[:start], *carry, *sliced], body.consts)
-            found = [self._of_all_rows(eqn, *pair) for pair in zip(carry, out, is_sum, strict=False)] if by_row else out
+            found = [self._of_all_rows(eqn, *pair) for pair in zip(out, is_sum, strict=False)] if by_row else out
             new = [self._carried(eqn, *pair) for pair in zip(carry, found[:num_carry], strict=True)]
             if all(a.same_as(b) for a, b in zip(carry, new, strict=True)):
                 break
@@ -187,61 +188,45 @@ class Walk:
             self._stack(f, var.aval.shape, length, by_row)
             for f, var in zip(out[num_carry:], eqn.outvars[num_carry:], strict=True)
         ]
-        if (
-            any(f.is_statistic and not old.is_statistic for f, old in zip(carry, flows[start:xs], strict=True))
-            and by_row
-        ):
+        if by_row and any(f.is_statistic for f in carry):
             stacked = [_depending(f, f.source or eqn) if f.is_statistic else f for f in stacked]  # sums of rows before
         return [*carry, *stacked]
 
     def _slice(self, flow: Flow, shape: tuple[int, ...]) -> Flow:
         """Returns one slice along the first dim."""
-        span = flow.span(shape) if flow.is_row else None
-        if not flow.is_row or flow.rows == 1:
-            return flow
-        if span is None or span[0] > 0:
+        if flow.span(shape) is None:
             return flow
         chunk = math.prod(shape[1:])
         tag = replace(flow, tag="")
-        if span == (0, 0) and flow.stride == chunk:
-            return replace(tag, rows=1, stride=0, mixed=None if flow.tag == "index" else flow.mixed)
-        if flow.stride and chunk % flow.stride == 0 and chunk // flow.stride < flow.rows:
-            return replace(tag, rows=chunk // flow.stride)
+        if flow.stride == chunk:
+            return replace(tag, rows=1, stride=0)
+        if chunk % flow.stride == 0:
+            return replace(tag, rows=min(flow.rows, chunk // flow.stride))
         return replace(tag, stride=0)
 
     def _stack(self, flow: Flow, shape: tuple[int, ...], length: int, rows_sliced: bool) -> Flow:
         """Returns the values of all iterations, stacked along a new first dim."""
-        if not flow.is_row or not rows_sliced:
+        if not rows_sliced:
             return flow
         if flow.rows == 1:
             return replace(flow, rows=length, stride=math.prod(shape[1:]))
-        return replace(flow, rows=self.num) if flow.rows < self.num and flow.stride else flow
+        return replace(flow, rows=self.num) if flow.is_row else flow
 
-    def _of_all_rows(self, eqn: Any, old: Flow, new: Flow, is_sum: bool) -> Flow:
+    def _of_all_rows(self, eqn: Any, new: Flow, is_sum: bool) -> Flow:
         """Returns the flow after all rows of a carry that is `new` after one: a sum over rows if `is_sum`."""
-        one_row = new.is_row and new.rows == 1 and old.rows != 1
-        if not is_sum and (one_row or new.is_statistic):
+        if not is_sum and (new.rows == 1 or new.is_statistic):
             return _depending(replace(new, how="other", rows=0), new.source or eqn)
-        if one_row:
+        if new.rows == 1:
             return replace(new, how="total", degree=1 if new.degree == 0 else None, rows=0, source=new.source or eqn)
         return new
 
     def _carried(self, eqn: Any, old: Flow, new: Flow) -> Flow:
         """Returns the flow of a carry that was `old` before and `new` after an iteration."""
-        if old.same_as(new) or (old.enters and old.how == new.how and old.mixed and old.added):
+        if old.same_as(new):
             return old
         joined = linear(eqn, [old, new])
-        if joined.is_row and old.is_row and (joined.rows, joined.stride) != (old.rows, old.stride):
-            joined = replace(joined, rows=old.rows, stride=0)
-        if old.enters and joined.how != old.how and old.how in ("other", "unknown"):
-            joined = replace(joined, how=old.how)
-        settled = {
-            name: getattr(old, name) or getattr(joined, name) for name in ("mixed", "whole", "unknown", "source")
-        }
-        added = old.added or joined.added if joined.is_row and not settled["mixed"] else None
         degree = joined.degree if old.tag == "zero" or old.degree == joined.degree else None
-        settled["added"] = added
-        return replace(joined, **settled, degree=degree)
+        return replace(joined, degree=degree, **marks([old, joined]))
 
     def _while(self, eqn: Any, flows: list[Flow]) -> list[Flow]:
         of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -254,8 +239,7 @@ class Walk:
                 break
             carry = new
         (stops,) = self.run(test.jaxpr, [*flows[:of_test], *carry], test.consts)
-        by_row = test.jaxpr.outvars[0].aval.shape != ()  # `vmap` of a loop
-        if not stops.enters or by_row or (stops.is_row and stops.rows == 1):
+        if not stops.enters or stops.is_row:
             return carry
         source = stops.source or eqn
         return [_depending(f, source) for f in carry]
@@ -264,7 +248,7 @@ class Walk:
         which, *operands = flows
         branches = [self.run(branch.jaxpr, operands, branch.consts) for branch in eqn.params["branches"]]
         joined = [linear(eqn, results) for results in zip(*branches, strict=True)]
-        if not which.enters or (which.is_row and which.rows == 1):
+        if not which.enters or which.is_row:
             return joined
         source = which.source or eqn
         return [_depending(f, source) for f in joined]
@@ -281,10 +265,7 @@ def _aligned(eqn: Any, flows: list[Flow]) -> list[Flow]:
     out = tuple(eqn.outvars[0].aval.shape)
     shapes = [tuple(var.aval.shape) for var in eqn.invars]
     same = dict(zip(range(len(out)), range(len(out)), strict=True))
-    return [
-        f.moved(shape, out, same) if f.is_row and shape != out and len(shape) == len(out) else f
-        for f, shape in zip(flows, shapes, strict=True)
-    ]
+    return [f if shape == out else f.moved(shape, out, same) for f, shape in zip(flows, shapes, strict=True)]
 
 
 def _at_call(call: Any, given: Sequence[Flow], flow: Flow) -> Flow:
