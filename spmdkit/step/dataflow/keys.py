@@ -157,6 +157,10 @@ class _Walk:
         name, num = eqn.primitive.name, len(eqn.outvars)
         around = frozenset().union(*(value.loops for value in given))
         inner = list(jaxprs.inner_jaxprs(eqn))
+        is_call = inner and len(inner[0].invars) == len(given) and len(inner[0].outvars) == num
+        if not is_call and name not in ("scan", "while", "cond") and all(value.path is None for value in given):
+            same = (name, str(eqn.params), given[0].same) if name in _CONVERSIONS and given[0].same else None
+            return [Value(None, around, same=same)] * num
         line = compat.user_line(eqn) or place.line
         here = replace(place, line=line, trace=(*place.trace, id(eqn.source_info.traceback)))
         if name in ("scan", "while"):
@@ -168,11 +172,8 @@ class _Walk:
                 for i, body in enumerate(inner)
             ]
             return results[0]
-        if inner and len(inner[0].invars) == len(given) and len(inner[0].outvars) == num:
+        if is_call:
             return self.run(inner[0], given, here)
-        if all(value.path is None for value in given):
-            same = (name, str(eqn.params), given[0].same) if name in _CONVERSIONS and given[0].same else None
-            return [Value(None, around, same=same)] * num
         if name in _DRAWS:
             self._draw(given[0], here)
             return [Value(None, around)] * num
@@ -192,7 +193,7 @@ class _Walk:
         return [Value((*path, i), around, call) for i in range(num)]
 
     def _draw(self, key: Value, place: _CallSite) -> None:
-        if key.path is None:
+        if key.path is None:  # drawn with rows as parameters
             return
         if same := [loop for loop in place.loops if loop not in key.loops]:
             self.uses.in_loops.append(place.line)
