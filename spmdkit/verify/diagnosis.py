@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spmdkit.foundation.formatting import shown, shown_axes
 from spmdkit.mesh.mesh import MODEL_AXES, REPLICA_AXES
 from spmdkit.verify.compare import Errors
 from spmdkit.verify.dtypes import wide
@@ -222,7 +223,7 @@ def _diagnose_gradient(
         return diagnosis._replace(repair=diagnosis.repair + KEEP_ONE_MICROBATCH * (microbatches > 1))
     if finding.num_wrong == 1 < finding.num_leaves:
         return _known("one leaf", where)
-    axes = [a for a in mesh if a in MODEL_AXES]
+    axes = [shown(a) for a in mesh if a in MODEL_AXES]
     over = f"the model axes {', '.join(axes)}" if axes else "the replica axes"
     return Diagnosis(
         "other",
@@ -283,7 +284,7 @@ def explain_factor(factor: float | None, mesh: Mapping[str, int], microbatches: 
         size = math.prod(group.values())
         for kind, ratio in (("reduced twice", factor / size), ("not reduced", factor * size)):
             if size > 1 and abs(ratio - 1) < NEAR:
-                return kind, size, " x ".join(group)
+                return kind, size, shown_axes(group)
     return None
 
 
@@ -293,7 +294,7 @@ def pattern(failed: Iterable[Mapping[str, Any]], passed: Iterable[Mapping[str, A
     if not bad or not good:
         return ""
     tests: dict[str, Callable[[Mapping[str, Any]], bool]] = {
-        f"only with {axis} > 1": (lambda case, axis=axis: case["mesh"].get(axis, 1) > 1)  # type: ignore[misc]
+        f"only with {shown(axis)} > 1": (lambda case, axis=axis: case["mesh"].get(axis, 1) > 1)  # type: ignore[misc]
         for axis in (*REPLICA_AXES, *MODEL_AXES)
     }
     tests["only with accumulation"] = lambda case: case["microbatches"] > 1

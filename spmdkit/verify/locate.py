@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from spmdkit.foundation.formatting import shown
 from spmdkit.foundation.trees import is_key, named_leaves
 from spmdkit.program import compiler
 from spmdkit.program.program import Program
@@ -42,7 +43,7 @@ RESHAPES = ("reshape", "broadcast_in_dim", "squeeze", "transpose", "convert_elem
 MOVES = frozenset([*COLLECTIVES, *RESHAPES])
 """Operations that only propagate a wrong value."""
 
-REORDERING = ("context", "expert", "pipeline")
+REORDERING = {"context", "expert", "pipeline"}
 """Axes that reorder rows or positions. Microbatches reorder rows too."""
 
 
@@ -110,9 +111,10 @@ class Locator:
 
     def _from(self, setting: Setting, many: Program, quantity: str, batch: int) -> Location | None:
         found = tapped(many.traced.jaxpr, _roots(many, quantity))(_step_arguments(many, batch, lambda tree: tree))
-        axes = {axis: size for axis, size in setting.mesh.items() if size > 1}
-        reordered = setting.microbatches > 1 or not axes.keys().isdisjoint(REORDERING)
-        return locate(*self._one_device(setting, quantity, batch), found, axes, reordered)
+        axes = [axis for axis, size in setting.mesh.items() if size > 1]
+        reordered = setting.microbatches > 1 or not REORDERING.isdisjoint(axes)
+        sizes = {shown(axis): setting.mesh[axis] for axis in axes}
+        return locate(*self._one_device(setting, quantity, batch), found, sizes, reordered)
 
     def _one_device(self, setting: Setting, quantity: str, batch: int) -> tuple[TapValues, list[TapValues]]:
         """Returns the values a quantity is computed from on one device, and those with the input moved by one ulp."""

@@ -15,6 +15,7 @@ from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, parameter_server
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.foundation import plugins
+from spmdkit.foundation.formatting import shown
 from spmdkit.program import source_digest
 from spmdkit.verify import cases
 from spmdkit.verify.diagnosis import pattern
@@ -106,6 +107,9 @@ def verify_config(config: Config, options: VerifyOptions, print_line: Log = lamb
     report = _report(results.in_order(), known, spec | {"reducer_note": cases.reducer_note(config)})
     if not options.all_meshes and not any(case["mesh"] == meshes[0] for case in report["cases"]):
         raise ConfigError(report["skipped"][-1]["reason"])
+    for row in (*report["cases"], *report["skipped"], *report["mutants"]):
+        if "mesh" in row:
+            row["mesh"] = {shown(axis): size for axis, size in row["mesh"].items()}
     return report | {"seconds": round(time.perf_counter() - begin, 1)} | identity
 
 

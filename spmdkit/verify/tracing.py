@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from spmdkit import compat
 from spmdkit.foundation import jaxprs
+from spmdkit.foundation.formatting import shown
 from spmdkit.foundation.trees import is_key
 from spmdkit.ops.part import Part
 from spmdkit.step.step import global_step, replica_step
@@ -177,7 +178,9 @@ class TappedProgram:
         if (body := self._in_line(eqn)) is not None:
             return self._read(body.jaxpr, sources, here, at)
         if name == "shard_map" and not at.stacked:
-            return self._read(eqn.params["jaxpr"], sources, here, at._replace(stacked=_sizes(eqn)))
+            return self._read(
+                eqn.params["jaxpr"], sources, here, at._replace(stacked={shown(a): n for a, n in _sizes(eqn).items()})
+            )
         if name == "scan":
             first, num = compat.carried_inputs(eqn)
             body = eqn.params["jaxpr"].jaxpr

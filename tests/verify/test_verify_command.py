@@ -10,6 +10,7 @@ import spmdkit as sk
 from spmdkit import cli
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import name_axes
 from spmdkit.verify import cases
 from spmdkit.verify.pool import Pool, _Worker
 from spmdkit.verify.report import VerifyOptions, verify_config
@@ -50,6 +51,7 @@ checkpoint: null
 log: {progress: "off"}
 """
 FEW = ("--no-mutants", "--jobs", "1")
+ROLES = ("mesh={dp: -1}", "roles={dp: data}")
 
 
 @pytest.fixture
@@ -57,7 +59,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "run.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    yield tmp_path
+    name_axes({})
 
 
 def run(*arguments):
@@ -72,13 +75,13 @@ def config(**changes):
 
 
 def test_right_task_exits_0_with_json(folder, capfd):
-    assert run("--json", *FEW, "--microbatches", "1,2", "task_args.width=4") == 0
+    assert run("--json", *FEW, "--microbatches", "1,2", "task_args.width=4", *ROLES) == 0
     report = json.loads(capfd.readouterr().out)
     assert report["passed"] and report["tolerance"] == pytest.approx(7.6e-6, rel=0.5) and report["mutants"] == []
     assert [(case["mesh"], case["microbatches"]) for case in report["cases"]] == [
         ({}, 2),
-        ({"data": 4}, 1),
-        ({"data": 4}, 2),
+        ({"dp": 4}, 1),
+        ({"dp": 4}, 2),
     ]
     case = report["cases"][1]
     keys = [
@@ -97,9 +100,15 @@ def test_right_task_exits_0_with_json(folder, capfd):
 
 
 def test_wrong_task_exits_1_with_narrow_table(folder, capfd):
-    assert run(*FEW, "task_args.wrong=true") == 1
+    assert run(*FEW, "task_args.wrong=true", *ROLES) == 1
     table = capfd.readouterr().out
-    assert "reduced twice" in table and "DIFFERS" in table and "failed: 0 of 1 cases" in table
+    assert (
+        "reduced twice" in table
+        and "the size of dp" in table
+        and "data" not in table
+        and "DIFFERS" in table
+        and "failed: 0 of 1 cases" in table
+    )
     assert re.search(r"first .*task.py:\d+", table.replace("\n", "")), table
     assert max(map(len, table.splitlines())) <= 100
 
