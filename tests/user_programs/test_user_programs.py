@@ -1,6 +1,9 @@
 """A parallel program as people have it, under spmdkit with at most five changed lines, has the numbers of plain JAX."""
 
+import json
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -9,12 +12,14 @@ import pytest
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.foundation.formatting import name_axes
 from tests.support.core_runs import TOLERANCE, assert_close
+from tests.support.environment import environment_of_a_user
 from tests.support.user_programs import (
     FOLDER,
     MOST_LINES,
     PAGE,
     PROGRAMS,
     QUICK_MESHES,
+    ROOT,
     changed_lines,
     expected,
     page,
@@ -76,6 +81,35 @@ def test_a_checkpoint_is_restored_on_another_mesh(name, tmp_path):
 def test_a_step_reduces_once(name):
     reductions = re.findall(r" all-reduce\(.*", program_of(name, "data 4").compiled.as_text())
     assert len([line for line in reductions if "replica_groups={{0},{1}" not in line]) == PROGRAMS[name].reductions
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["imagenet_pmap", "explicit_sharding", "shard_map_dp_tp"])
+def test_two_processes_equal_one(name, tmp_path):
+    """Losses of each step and the evaluation are those of one process with two devices."""
+    two = ("launch", "-n", "2", "--devices-per-process", "1", "--", "train")
+    records = []
+    for run_dir, command in ((tmp_path / "one", ("train",)), (tmp_path / "two", two)):
+        devices = [] if run_dir.name == "two" else ["devices=cpu:2"]
+        train = [
+            sys.executable,
+            "-m",
+            "spmdkit",
+            *command,
+            f"tests/user_programs/{name}/run.yaml",
+            f"run_dir={run_dir}",
+        ]
+        options = {"env": environment_of_a_user(), "capture_output": True, "text": True, "timeout": 240}
+        ended = subprocess.run([*train, "log.every_steps=1", *devices], cwd=ROOT, **options)
+        assert ended.returncode == 0, ended.stderr
+        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        records.append(
+            [{k: x for k, x in line.items() if k in ("step", "split", "loss", "accuracy")} for line in lines]
+        )
+    one, several = records
+    assert len(one) >= STEPS and [line["step"] for line in one] == [line["step"] for line in several]
+    assert_close([line["loss"] for line in several], [line["loss"] for line in one], TOLERANCE)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

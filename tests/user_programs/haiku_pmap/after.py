@@ -1,10 +1,8 @@
-"""A multilayer perceptron of transformed functions under pmap over "i": the structure of Haiku's examples.
-
-`transform`, `get_parameter` and `Linear` have the meaning of Haiku's, in a few lines, since Haiku is not a dependency.
-"""
+"""A multilayer perceptron of Haiku under pmap over "i": the structure of Haiku's examples."""
 
 from typing import Any, NamedTuple
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,49 +11,8 @@ from jax import lax
 
 import spmdkit as sk
 
-WIDTH, HIDDEN, CLASSES = 8, 16, 4
+WIDTH, CLASSES = 8, 4
 BATCH_SIZE, NUM_STEPS = 16, 5
-_frames = []
-
-
-class Transformed(NamedTuple):
-    init: Any
-    apply: Any
-
-
-def transform(fn):
-    def run(params, key, *args):
-        _frames.append((params, key))
-        try:
-            return fn(*args)
-        finally:
-            _frames.pop()
-
-    def init(key, *args):
-        params = {}
-        run(params, key, *args)
-        return params
-
-    return Transformed(init, lambda params, *args: run(params, None, *args))
-
-
-def get_parameter(module, name, shape, init):
-    params, key = _frames[-1]
-    of_module = params.setdefault(module, {}) if key is not None else params[module]
-    if key is not None:
-        of_module[name] = init(jax.random.fold_in(key, len(params) + len(of_module)), shape)
-    return of_module[name]
-
-
-class Linear:
-    def __init__(self, size, name):
-        self.size, self.name = size, name
-
-    def __call__(self, x):
-        scaled = lambda key, shape: jax.random.truncated_normal(key, -2, 2, shape) / np.sqrt(shape[0])
-        w = get_parameter(self.name, "w", (x.shape[-1], self.size), scaled)
-        b = get_parameter(self.name, "b", (self.size,), lambda key, shape: jnp.zeros(shape))
-        return x @ w + b
 
 
 class TrainState(NamedTuple):
@@ -64,12 +21,10 @@ class TrainState(NamedTuple):
 
 
 def net_fn(x):
-    x = jax.nn.relu(Linear(HIDDEN, "mlp/linear_0")(x))
-    x = jax.nn.relu(Linear(HIDDEN, "mlp/linear_1")(x))
-    return Linear(CLASSES, "mlp/linear_2")(x)
+    return hk.nets.MLP([16, 16, CLASSES])(x)
 
 
-network = transform(net_fn)
+network = hk.without_apply_rng(hk.transform(net_fn))
 optimizer = optax.adam(1e-2)
 
 
