@@ -15,7 +15,7 @@ ZeRO stages (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Tri
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,10 +101,10 @@ def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> li
     for path, leaf in leaves:
         if path in named:
             dims, reason = named[path]
-            axes = options.axes if path in {**by_task, **by_config} else _without_replicas(options.axes)
-            spec = _spec_of(path, leaf, dims, axes, sizes, reason)
+            spec, replicas = _spec_of(path, leaf, dims, options.axes, sizes, reason)
         else:
             spec, reason = _automatic(leaf, options, sizes)
+            replicas = _replica_axes(spec_axes(options.annotations.constraints.get(path, ())), sizes)
             if reason.startswith("replicated") and leaf_bytes(leaf) > options.replicate_above_bytes:
                 raise ConfigError(
                     f"layout: parameter '{path}' ({format_bytes(leaf_bytes(leaf))}, shape {tuple(leaf.shape)}) would "
@@ -112,13 +112,14 @@ def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> li
                     f"layout.replicate_above_bytes ({format_bytes(options.replicate_above_bytes)}) needs a rule. Add "
                     f"the rule ['{path}', [{', '.join(['null'] * len(leaf.shape))}]], or one that shards it."
                 )
+        if replicas:
+            reason += f"; not over {shown_axes(replicas)}: parameters are the same on all replicas"
         placements.append(LeafPlacement(path, tuple(leaf.shape), leaf.dtype, spec, "device", reason))
     return placements
 
 
-def _without_replicas(table: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Returns a table of logical axes for annotations of the model: a parameter is the same on all replicas."""
-    return {name: tuple(axis for axis in axes if axis not in REPLICA_AXES) for name, axes in table.items()}
+def _replica_axes(axes: Iterable[str], sizes: Mapping[str, int]) -> list[str]:
+    return [axis for axis in axes if axis in REPLICA_AXES and sizes[axis] > 1]
 
 
 def _constraints(
@@ -131,7 +132,10 @@ def _constraints(
         spec = canonical([tuple(a for a in dim_axes(dim) if a not in REPLICA_AXES) for dim in constraint], sizes)
         parts = [count(sizes, dim_axes(dim)) for dim in spec]
         if parts and not any(length % num for length, num in zip(leaf.shape, parts, strict=False)):
-            named[path] = ([*spec, *[None] * (len(leaf.shape) - len(spec))], "a sharding constraint in init")
+            named[path] = (
+                [*constraint, *[None] * (len(leaf.shape) - len(constraint))],
+                "a sharding constraint in init",
+            )
     return named
 
 
@@ -168,7 +172,8 @@ def _spec_of(
     table: Mapping[str, tuple[str, ...]],
     sizes: Mapping[str, int],
     reason: str,
-) -> PartitionSpec:
+) -> tuple[PartitionSpec, list[str]]:
+    """Returns the spec, and the axes of replicas that it would name."""
     stacks = bool(dims) and "pipeline" in {axis for name in dim_axes(dims[-1]) for axis in table.get(name, ())}
     if stacks:  # a rule of a stack of layers may name its leading dims alone
         dims = [*dims, *[None] * (len(leaf.shape) - len(dims))]
@@ -178,9 +183,10 @@ def _spec_of(
             f"{tuple(leaf.shape)}. It needs one name (or null) for each of the {len(leaf.shape)} dims."
         )
     spec: list[tuple[str, ...]] = []
+    replicas: list[str] = []
     owner: dict[str, int] = {}
     for i, (dim, length) in enumerate(zip(dims, leaf.shape, strict=True)):
-        axes: list[str] = []
+        named: list[str] = []
         for name in dim_axes(dim):
             if name not in table:
                 raise ConfigError(
@@ -188,7 +194,9 @@ def _spec_of(
                     f"logical axis. Known: {', '.join(sorted(table))}.{nearest(name, table)} Add new names to "
                     "layout.axes."
                 )
-            axes += [a for a in table[name] if sizes[a] > 1]
+            named += table[name]
+        replicas += _replica_axes(named, sizes)
+        axes = [axis for axis in named if axis not in REPLICA_AXES and sizes[axis] > 1]
         for axis in axes:
             if axis in owner:
                 raise ConfigError(
@@ -204,7 +212,7 @@ def _spec_of(
                 "dim."
             )
         spec.append(tuple(axes))
-    return canonical(spec, sizes)
+    return canonical(spec, sizes), replicas
 
 
 def _automatic(leaf: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> tuple[PartitionSpec, str]:

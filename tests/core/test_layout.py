@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import shown
 from spmdkit.mesh import layout
+from spmdkit.mesh.annotations import Annotations
 from spmdkit.mesh.layout import LayoutOptions
 from spmdkit.mesh.mesh import AXES, canonical, resolve
 from spmdkit.step import trace_context
@@ -47,6 +49,21 @@ def test_a_rule_shards_dims_by_logical_names():
     assert placed["head"].spec == P("fsdp")
     assert placed["block/up"].reason == "rule 'block/up'"
     assert placed["block/down"].reason == "rule 'block/(down)'"
+
+
+def test_no_source_shards_a_parameter_over_replicas():
+    """A rule, the model's metadata and a constraint in `init` have one meaning, and the table has a note."""
+    sizes = {"data": 2, "fsdp": 2, "tensor": 2}
+    leaf = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    tree = {"rule": leaf, "box": nn.Partitioned(leaf, ("data", "tensor")), "init": leaf, "only": leaf}
+    constraints = {"init": P("data", "tensor"), "only": P("data")}
+    annotations = Annotations(constraints=constraints)
+    placed = lay_out([("rule", ["data", "tensor"])], sizes=sizes, tree=tree, annotations=annotations)
+    note = f"; not over {shown('data')}: parameters are the same on all replicas"
+    assert [p.spec for p in placed.values()] == [P(None, "tensor")] * 2 + [P("fsdp"), P(None, "tensor")]
+    assert all(p.reason.endswith(note) for p in placed.values())
+    one = lay_out([("rule", ["data", "tensor"])], sizes={"tensor": 2}, tree=tree, annotations=annotations)
+    assert "replicas" not in "".join(p.reason for p in one.values())
 
 
 def test_names_of_the_config_win_over_defaults():
