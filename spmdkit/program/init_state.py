@@ -41,7 +41,7 @@ from spmdkit.step.explicit import needs_explicit_axes
 from spmdkit.step.gradient import is_cast
 from spmdkit.step.leaf_roles import declared_role
 from spmdkit.step.state import Initial, Variables
-from spmdkit.step.user_state import UserState, view_of
+from spmdkit.step.user_state import UserState, view_of, with_fixed
 
 
 @jax.tree_util.register_static
@@ -71,9 +71,16 @@ class AbstractInit(NamedTuple):
 
 def _call_init(task: Task, key: jax.Array) -> Any:
     context = trace_context.current()
+
+    def init(key: jax.Array) -> Any:
+        state = task.init(key)
+        return state if task.state is None else with_fixed(state)
+
+    if task.axis_name is not None:  # batch normalization over the replicas names them in `init` too
+        init = jax.vmap(init, None, None, axis_name=task.axis_name, axis_size=1)
     if task.sharding != "explicit":
         try:
-            return task.init(key)
+            return init(key)
         except Exception as error:
             if not needs_explicit_axes(error, context.sharding.roles):
                 raise

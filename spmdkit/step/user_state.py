@@ -42,6 +42,37 @@ FLAX_VIEW = StateView("params", "opt_state", "step")
 """The view of `flax.training.train_state.TrainState` and its subclasses."""
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Fixed:
+    """A leaf of a user's state that is no array, such as the activation function of an equinox module."""
+
+    value: Any
+
+
+def with_fixed(state: Any) -> Any:
+    """Returns a state in which leaves that are no arrays are part of the structure. Numbers are arrays, but not in an
+    equinox module, where `eqx.filter_jit` does not trace them either."""
+    equinox = sys.modules.get("equinox")
+
+    def in_module(x: Any) -> Any:
+        return x if hasattr(x, "dtype") else _Fixed(x)
+
+    def as_array(x: Any) -> Any:
+        if equinox is not None and isinstance(x, equinox.Module):
+            return jax.tree.map(in_module, x)
+        return jnp.asarray(x) if isinstance(x, bool | int | float | complex) else in_module(x)
+
+    return jax.tree.map(as_array, state, is_leaf=lambda x: equinox is not None and isinstance(x, equinox.Module))
+
+
+def _as_written(state: Any) -> Any:
+    def is_fixed(x: Any) -> bool:
+        return isinstance(x, _Fixed)
+
+    return jax.tree.map(lambda x: x.value if isinstance(x, _Fixed) else x, state, is_leaf=is_fixed)
+
+
 def view_of(state: Any, declared: StateView | None) -> StateView | None:
     """Returns the view of what `init` returned: that of the task or of flax; None: it is not a train state."""
     flax = sys.modules.get("flax.training.train_state")
@@ -52,7 +83,7 @@ class UserState:
     """Converts a user's train state to the fields of a `TrainState` and back.
 
     Args:
-        abstract: what `init` returns.
+        abstract: what `init` returns, `with_fixed`.
 
     Raises:
         ConfigError: the view names no leaf of the state, or its step is no integer scalar.
@@ -79,7 +110,7 @@ class UserState:
 
     def split(self, state: Any) -> Initial:
         """Returns the parameters, the optimizer's state and the other leaves by path."""
-        state = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), state)
+        state = with_fixed(state)
         leaves = dict(named_leaves(state))
         params, opt_state = (self._parts(state, field) for field in ("params", "opt_state"))
         return Initial(params, {path: leaves[path] for path in self._other}, opt_state)
@@ -90,7 +121,7 @@ class UserState:
         for field, tree in (("params", params), ("opt_state", opt_state)):
             by_path.update(self._by_path(field, tree))
         leaves = [by_path.get(path, step) for path, _ in named_leaves(self._abstract)]
-        return jax.tree.unflatten(self._structure, leaves)
+        return _as_written(jax.tree.unflatten(self._structure, leaves))
 
     def _parts(self, state: Any, field: str) -> Any:
         parts = self._fields[field]
@@ -116,7 +147,7 @@ class UserState:
                     f"train_step returned {describe(out)}. It must return (state, metrics): the {type(own).__name__} "
                     "that it received, updated, and a dict of scalars."
                 )
-            if difference := first_difference(own, out[0]):
+            if difference := first_difference(with_fixed(own), with_fixed(out[0])):
                 raise ConfigError(
                     f"train_step changed the state: {difference}. Shapes and dtypes of the state stay the same over "
                     "all steps."

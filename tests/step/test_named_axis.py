@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
@@ -40,6 +41,15 @@ def test_a_pmap_body_is_one_device(name, mesh):
     run = train(program(body, MESHES[mesh], name), evaluate=False, steps=4)
     assert_close(run.losses, expected().losses, TOLERANCE)
     assert_close(run.params, expected().params, TOLERANCE)
+
+
+def test_the_name_is_bound_in_init():
+    """As in a pmap of `init`, for a batch normalization over the replicas that computes its statistics there."""
+    data = {"train_data": DATA, "optimizer": optax.sgd(0.1)}
+    init = lambda key: lax.pmean(plain_init(key), "batch")
+    task = sk.Task(init, train_step=step, view="replica", axis_name="batch", **data)
+    made = program_of(task, mesh=MESHES["data 4"], batch_size=16)
+    assert_close(jax.device_get(made.init().params), jax.device_get(plain_init(None)), 0)
 
 
 def test_a_pmap_body_reduces_once_like_a_loss():
@@ -96,6 +106,20 @@ def test_a_doubled_sum_is_refused_with_its_line(mesh):
     doubled = functools.partial(step, reduce=lambda grads, name: lax.psum(lax.pmean(grads, name), name))
     with pytest.raises(ConfigError, match=r"lax.psum: the operand at .*test_named_axis.py:\d+ is already the same"):
         program(doubled, MESHES[mesh])
+
+
+def test_a_shard_map_in_a_pmap_body_is_refused_with_its_line():
+    def mapped(state, batch):
+        total = jax.shard_map(lambda x: lax.psum(x.sum(), "data"), in_specs=P("data"), out_specs=P())(batch["x"])
+        return step(state, batch)[0], {"loss": lax.pmean(total, "batch")}
+
+    with pytest.raises(ConfigError, match=r"calls jax.shard_map \(.*test_named_axis.py:\d+\) in a per-replica step"):
+        program(mapped, MESHES["data 2 x tensor 2"])
+
+
+def test_a_function_of_pmap_is_refused():
+    with pytest.raises(ConfigError, match=r"Remove jax.pmap, .* view='replica' and the axis_name"):
+        program(jax.pmap(step, axis_name="batch"), {})
 
 
 def test_a_name_without_the_replica_view_is_refused():
