@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -299,6 +300,11 @@ def functions_of(eqn: Any, file: str) -> set[str]:
     """Returns the names of the functions of a file that created an equation of a jaxpr."""
     traceback = eqn.source_info.traceback
     return {f.function_name for f in (() if traceback is None else traceback.frames) if f.file_name == file}
+
+
+def is_pmapped(fn: Any) -> bool:
+    """Returns whether a function is a result of `jax.pmap`, which is a plain function with `lower`."""
+    return inspect.isfunction(fn) and hasattr(fn, "lower") and hasattr(fn, "__wrapped__")
 
 
 def bound_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:

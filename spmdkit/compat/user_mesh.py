@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdkit.compat import auto_mesh
-
 F = TypeVar("F", bound=Callable[..., Any])
 ResolveSpec = Callable[[PartitionSpec], PartitionSpec | None]
 ResolveSharding = Callable[[NamedSharding], NamedSharding | None]
 """Return what an annotation of user code means on the program's mesh, or None if it has no meaning there."""
+EntersShardMap = Callable[[str, Any], Mesh | None]
+"""Receives the line of user code (or an empty string) that calls a `jax.shard_map`, and its mesh or None; returns the
+mesh on the program's devices and in the user's names, or None if JAX has the right one."""
 DropsJit = Callable[[str, list[str]], bool]
 """Receives the source of a `jax.jit` function of user code and its arguments that place arrays (`donate_argnums`,
 `in_shardings`); returns whether they are dropped."""
@@ -82,13 +86,11 @@ def _settings_to_change() -> list[contextlib.AbstractContextManager[Any]]:
     ]
 
 
-def resolve_annotations(
-    spec: ResolveSpec, sharding: ResolveSharding, named: Callable[[], Mesh | None], drops: DropsJit
-) -> None:
+def resolve_annotations(spec: ResolveSpec, sharding: ResolveSharding, enters: EntersShardMap, drops: DropsJit) -> None:
     """Passes every `PartitionSpec` and every `NamedSharding` of `with_sharding_constraint` to a function; a result of
     None removes the constraint. Drops the axes that an enclosing `vmap(spmd_axis_name=)` maps, over which the rows of a
     replica are sharded already; JAX (0.10.2) refuses them. A `shard_map` over a mesh of the user has that mesh in
-    context, and one without a mesh that of `named`, the program's mesh in the user's names. Donation and
+    context, and one without a mesh that of `enters`. Donation and
     shardings of a `jax.jit` inside a trace are passed to `drops`. Idempotent."""
     from jax._src import pjit, source_info_util
     from jax._src import shard_map as shard_map_lib
@@ -103,7 +105,7 @@ def resolve_annotations(
     pjit._infer_params = functools.partial(_without_placement, pjit._infer_params, drops)
     primitive.bind = functools.partial(_of_sharding, primitive.bind, sharding)
     rules[primitive] = functools.partial(_without_mapped_axes, rules[primitive])
-    shard_map_lib._shard_map = functools.partial(_on_own_mesh, shard_map_lib._shard_map, named)
+    shard_map_lib._shard_map = functools.partial(_on_own_mesh, shard_map_lib._shard_map, enters)
 
 
 _PLACES = ("donate_argn", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "user_specified_in_shardings")
@@ -171,18 +173,41 @@ def renamed_axes(spec: PartitionSpec, names: Mapping[str, str | None]) -> Partit
     return PartitionSpec(*map(renamed, spec))
 
 
-def _on_own_mesh(
-    shard_map: Any, named: Callable[[], Mesh | None], f: Any, *, mesh: Any, in_specs: Any, **options: Any
-) -> Any:
+def _on_own_mesh(shard_map: Any, enters: EntersShardMap, f: Any, *, mesh: Any, in_specs: Any, **options: Any) -> Any:
     mapped = shard_map(f, mesh=mesh, in_specs=in_specs, **options)
 
     @functools.wraps(f)
     def in_context_of_its_mesh(*args: Any) -> Any:
-        own, context = named() if mesh is None else mesh, jax.sharding.get_abstract_mesh()
-        if not isinstance(own, Mesh) or context.empty or context == own.abstract_mesh or context._any_axis_manual:
+        context, is_concrete = jax.sharding.get_abstract_mesh(), isinstance(mesh, Mesh)
+        own = enters(_calling_line(), mesh if is_concrete else None) if mesh is None or is_concrete else None
+        sizes, names = (own or context).shape, options.get("axis_names") or ()
+        if math.prod(sizes.values()) > 1 and names and all(sizes.get(name) == 1 for name in names):
+            return _over_size_one(f, names, args)
+        is_right = is_concrete and context == mesh.abstract_mesh
+        if own is None or is_right or context.empty or context == own.abstract_mesh or context._any_axis_manual:
             return mapped(*args)
-        own = auto_mesh(own.devices, own.axis_names)  # arrays have no types of explicit axes here
         with mesh_in_context(own):
             return shard_map(f, mesh=own, in_specs=in_specs, **options)(*args)
 
     return in_context_of_its_mesh
+
+
+def _over_size_one(f: Any, names: Iterable[str], args: Any) -> Any:
+    """Returns `f(*args)` with axes of size one bound. XLA (jaxlib 0.10.2) refuses the collectives of a `shard_map` over
+    part of a mesh where those axes have size one."""
+    names = tuple(names)
+    for name in names:
+        f = jax.vmap(f, None, axis_name=name, axis_size=1)
+    return jax.tree.map(lambda x: x.reshape(x.shape[len(names) :]), f(*args))
+
+
+_JAX, _SPMDKIT = (os.path.dirname(file) + os.sep for file in (jax.__file__, os.path.dirname(__file__)))
+
+
+def _calling_line() -> str:
+    """Returns `file.py:12` of the call of a function of JAX; empty if this package calls it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_JAX, __file__)):
+        frame = frame.f_back
+    file = frame.f_code.co_filename
+    return "" if file.startswith(_SPMDKIT) else f"{file.removeprefix(os.getcwd() + os.sep)}:{frame.f_lineno}"

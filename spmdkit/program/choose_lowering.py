@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ import jax
 from spmdkit.communication.reducers.base import Reducer, stateless
 from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.compat import callbacks
-from spmdkit.errors import SpmdkitError
+from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.user_code import call_user
 from spmdkit.ops.remat import check_names
@@ -28,7 +29,7 @@ from spmdkit.program.task_step import TaskStep
 from spmdkit.program.unused_settings import check_used
 from spmdkit.program.xla_defects import check_pools
 from spmdkit.step import reducer_state
-from spmdkit.step.explicit import explicit_contexts, needs_explicit_axes
+from spmdkit.step.explicit import explicit_contexts, global_context, needs_explicit_axes
 from spmdkit.step.trace_context import Context
 
 
@@ -71,18 +72,7 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
         candidates = explicit_contexts(context)
     elif form == "manual" and not task_step.task.is_manual:
         candidates.append(context.with_sharding(form="mapped"))
-    errors = list[SpmdkitError]()
-    for candidate in candidates:
-        try:
-            context, traced = _traced(task_step, candidate)
-            break
-        except SpmdkitError as error:
-            errors.append(error)
-            is_tried = task_step.task.view == "replica" or any(c.sharding.explicit for c in candidates)
-            if not is_tried and needs_explicit_axes(error, context.sharding.roles):
-                candidates.extend(explicit_contexts(context))
-    else:
-        raise errors[-1 if candidates[-1].sharding.explicit else 0]
+    context, traced, errors = _first_traced(task_step, context, candidates)
     if form == "plain" and task_step.groups is None and names_replicas(traced.jaxpr):
         context, traced = _traced(task_step, context.with_sharding(form="mapped"))
     in_manual = context.sharding.form == "manual" and task_step.task.view == "global"
@@ -97,6 +87,42 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
         task_step, context = _with_state_of(task_step, reducer, context)
         context, traced = _traced(task_step, context)
     return ChosenForm(task_step, *_settled(task_step, context, traced, probe_padding), refused)
+
+
+def _first_traced(
+    task_step: TaskStep, context: Context, candidates: Sequence[Context]
+) -> tuple[Context, jax.stages.Traced, list[SpmdkitError]]:
+    """Returns the first context in which the step can be traced, the step, and the errors in those before. After the
+    candidates, a step that cannot be mapped over the replicas (a `jax.shard_map` of the user), or in explicit mode, is
+    traced on global arrays."""
+    roles, of_replica = context.sharding.roles, task_step.task.view == "replica"
+    errors = list[SpmdkitError]()
+    lines = set[str]()
+
+    def tried(candidates: Sequence[Context]) -> tuple[Context, jax.stages.Traced] | None:
+        for candidate in candidates:
+            fresh = candidate.for_new_trace()
+            try:
+                return fresh, call_user(functools.partial(task_step.trace, fresh), task_step.what)
+            except SpmdkitError as error:
+                errors.append(error)
+                lines.update(fresh.usage.shard_maps)
+        return None
+
+    if found := tried(candidates):
+        return *found, errors
+    if lines and of_replica:
+        raise ConfigError(
+            f"{task_step.what} calls jax.shard_map ({min(lines)}) in a per-replica step, which is mapped over the "
+            f"replicas already: {errors[0]}\nRemove the shard_map, or view='replica' and use global arrays."
+        )
+    cannot_be_mapped = lines or any("Batching rule for" in str(error) for error in errors)  # jax.custom_partitioning
+    more = [global_context(context)] if cannot_be_mapped and not of_replica and task_step.groups is None else []
+    if not of_replica and any(needs_explicit_axes(error, roles) for error in errors):
+        more += explicit_contexts(context)
+    if found := tried(more):
+        return *found, errors
+    raise errors[-1 if more or candidates[0].sharding.explicit else 0]
 
 
 def _traced(task_step: TaskStep, context: Context) -> tuple[Context, jax.stages.Traced]:

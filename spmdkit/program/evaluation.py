@@ -101,7 +101,9 @@ class Evaluator:
             masked = dataclasses.replace(context, mask=abstract_batch.mask)
             self.row_usages = evaluation_usages(masked, eval_fn, stateful, *arguments)
         form, ordered = context.sharding.form, callbacks.has_ordered_effects(jaxpr) and task.view == "global"
-        if (form == "plain" and names_replicas(jaxpr)) or (form == "manual" and ordered):
+        if (form == "plain" and not context.usage.shard_maps and names_replicas(jaxpr)) or (
+            form == "manual" and ordered
+        ):
             context = context.with_sharding(form="mapped").for_new_trace()
             _, self._totals = call_user(trace, self._what)
         self._lower, self._compile = lowered, compile

@@ -54,16 +54,21 @@ def explain(task_step: TaskStep, context: Context, refused: str, rows: Sequence[
         ("hooks", _hooks(task_step)),
         ("sync", _sync(task_step)),
         *(("note", note) for note in notes),
-        *(("note", _dropped_mesh(mesh)) for mesh in sorted(context.usage.dropped_meshes)),
+        *(("note", _user_mesh(*names)) for names in sorted(context.usage.user_meshes)),
         *(("note", _dropped_jit(text)) for text in sorted(context.usage.dropped_jits)),
     ]
     table = table_lines(rows)
     return "\n".join([*columns(lines), *([""] if table else []), *table])
 
 
-def _dropped_mesh(mesh: str) -> str:
-    """Returns the note about a mesh of the user that is not the program's."""
-    return f"sharding constraints of a mesh {mesh} have no effect: its devices or shape are not those of the program"
+def _user_mesh(mesh: str, meaning: str) -> str:
+    """Returns the note about a mesh of the user."""
+    why = (
+        f"apply to the program's: {meaning}"
+        if meaning
+        else "have no effect: its devices or shape are not the program's"
+    )
+    return f"sharding constraints of a mesh {mesh} {why}"
 
 
 def _dropped_jit(text: str) -> str:
@@ -100,8 +105,9 @@ def _form(task_step: TaskStep, context: Context, refused: str) -> str:
         f"rest{f' ({model})' if model else ''}{'' if replicas > 1 else '; the step names a replica axis'}",
         "manual": f"shard_map over {_many(replicas, 'replica')}; the mesh has no larger model axis",
     }[context.sharding.form]
-    if context.sharding.explicit:
-        why = "JAX's explicit sharding mode, on global arrays; the partitioner adds the reductions"
+    if task_step.groups is None and math.prod(context.sharding.sizes.values()) < math.prod(task_step.sizes.values()):
+        mode = "JAX's explicit sharding mode" if context.sharding.explicit else "not mapped, since the loss cannot be"
+        why = f"{mode}, on global arrays; the partitioner adds the reductions"
     if task_step.task.is_manual:
         why = f"shard_map over {_many(replicas, 'replica')}, since the task has view='replica'"
     tried = f"; not manual: {refused.splitlines()[0]}" if refused else ""

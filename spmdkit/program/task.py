@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import optax
 
+from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins, user_code
 from spmdkit.foundation.formatting import nearest
@@ -106,6 +107,11 @@ class Task:
             raise ConfigError(
                 "Task.view is 'replica', but there is no train_step. It applies to train_step only. Pass a train_step, "
                 "or remove view."
+            )
+        if compat.is_pmapped(self.train_step):
+            raise ConfigError(
+                "Task.train_step is a jax.pmap of a function, and the program maps the replicas of its mesh. Remove "
+                "jax.pmap, and pass the function with view='replica' and the axis_name of the pmap."
             )
         if self.sharding not in ("auto", "explicit"):
             raise ConfigError(f"Task.sharding is {self.sharding!r}. Valid: 'auto', 'explicit'.")

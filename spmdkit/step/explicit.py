@@ -25,12 +25,16 @@ from spmdkit.step.state import TrainState
 from spmdkit.step.trace_context import Context
 
 
-def explicit_contexts(context: Context) -> list[Context]:
-    """Returns the contexts to try: rows over all axes of the batch, or over those that programs usually name. The
-    replicas are not mapped."""
+def global_context(context: Context) -> Context:
+    """Returns a context in which user code sees global arrays, and the replicas are not mapped."""
     sizes = {axis: 1 if axis in BATCH_AXES else size for axis, size in context.sharding.sizes.items()}
+    return context.with_sharding(form="plain", sizes=sizes, inner_axes=context.sharding.larger(BATCH_AXES))
+
+
+def explicit_contexts(context: Context) -> list[Context]:
+    """Returns the contexts to try: rows over all axes of the batch, or over those that programs usually name."""
     choices = dict.fromkeys(map(context.sharding.larger, (BATCH_AXES, REPLICA_AXES, ("data",))))
-    return [context.with_sharding(form="plain", sizes=sizes, inner_axes=axes, explicit=True) for axes in choices]
+    return [global_context(context).with_sharding(inner_axes=axes, explicit=True) for axes in choices]
 
 
 def needs_explicit_axes(error: BaseException, names: Iterable[str] = ()) -> bool:

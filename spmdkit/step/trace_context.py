@@ -24,6 +24,8 @@ from spmdkit import compat
 from spmdkit.communication.reducers.base import Reducer
 from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.compat.user_mesh import mesh_in_context, renamed_axes, resolve_annotations
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import shown
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.mesh.annotations import Rules, rules_in_context, with_rules
 from spmdkit.mesh.mesh import AXES, MODEL_AXES, REPLICA_AXES, describe_mesh, spec_axes
@@ -149,7 +151,9 @@ class UsageTracker:
         marks: names of values inside recomputed functions (`checkpoint_name`).
         num_masked: number of metrics that excluded padding rows from values with the rows as first dim.
         num_losses: number of calls of `sk.value_and_grad`.
-        dropped_meshes: meshes with sharding annotations in user code that have no effect.
+        user_meshes: (mesh of sharding annotations in user code, its axes on the program's mesh, or an empty string if
+            the annotations have no effect).
+        shard_maps: lines that call a `jax.shard_map` of user code.
         flax_rules: flax's logical axis rules in context at the sharding annotations.
         dropped_jits: `jax.jit` functions of user code, and their arguments that have no effect.
     """
@@ -159,7 +163,8 @@ class UsageTracker:
     marks: set[str] = field(default_factory=set)
     num_masked: int = 0
     num_losses: int = 0
-    dropped_meshes: set[str] = field(default_factory=set)
+    user_meshes: set[tuple[str, str]] = field(default_factory=set)
+    shard_maps: set[str] = field(default_factory=set)
     flax_rules: set[Rules] = field(default_factory=set)
     dropped_jits: set[str] = field(default_factory=set)
 
@@ -179,7 +184,8 @@ class UsageTracker:
             set(self.marks),
             self.num_masked,
             self.num_losses,
-            set(self.dropped_meshes),
+            set(self.user_meshes),
+            set(self.shard_maps),
             set(self.flax_rules),
             set(self.dropped_jits),
         )
@@ -189,7 +195,8 @@ class UsageTracker:
         self.functions |= other.functions
         self.axes |= other.axes
         self.marks |= other.marks
-        self.dropped_meshes |= other.dropped_meshes
+        self.user_meshes |= other.user_meshes
+        self.shard_maps |= other.shard_maps
         self.flax_rules |= other.flax_rules
         self.dropped_jits |= other.dropped_jits
         self.num_masked = max(self.num_masked, other.num_masked)
@@ -443,12 +450,34 @@ def _resolved_sharding(annotation: NamedSharding) -> NamedSharding | None:
         return annotation
     theirs, ours = ([a for a in m.axis_names if m.shape[a] > 1] for m in (mesh, program))
     same_shape = [mesh.shape[a] for a in theirs] == [program.shape[a] for a in ours]
-    if not same_shape or list(mesh.devices.flat) != list(program.devices.flat):
-        context.usage.dropped_meshes.add(describe_mesh(mesh.shape))
+    is_program = same_shape and list(mesh.devices.flat) == list(program.devices.flat)
+    meaning = ", ".join(f"{a} = {shown(b)}" for a, b in zip(theirs, ours, strict=False)) if is_program else ""
+    context.usage.user_meshes.add((describe_mesh(mesh.shape), meaning))
+    if not is_program:
         return None
     if context.sharding.form == "manual" and jax.sharding.get_abstract_mesh().manual_axes:
         return None  # only replica axes, over which the rows are sharded already
     return NamedSharding(program, renamed_axes(annotation.spec, dict(zip(theirs, ours, strict=True))))
+
+
+def _enter_shard_map(line: str, own: Mesh | None) -> Mesh | None:
+    """Records a call of a `jax.shard_map` of user code. Returns the program's mesh in the user's names, or a mesh of
+    the user on the program's devices, with automatic axes: arrays have no types of explicit axes there."""
+    context = current()
+    program = context.sharding.mesh
+    if line:
+        context.usage.shard_maps.add(line)
+    if own is None or program is None:
+        return user_mesh(context)
+    if not line:
+        return own
+    if own.size != program.size:
+        raise ConfigError(
+            f"jax.shard_map ({line}) has a mesh {describe_mesh(own.shape)} of the user's file, and the program has "
+            f"{program.size} devices: {describe_mesh(program.shape)}. They need the same number. "
+            "Remove mesh= from jax.shard_map, which then uses the program's mesh."
+        )
+    return compat.auto_mesh(program.devices.reshape(own.devices.shape), own.axis_names)
 
 
 def _drops_jit(source: str, arguments: list[str]) -> bool:
@@ -462,7 +491,7 @@ def _drops_jit(source: str, arguments: list[str]) -> bool:
 
 
 # At import: a `jax.shard_map` that a module of the user defines is called later.
-resolve_annotations(_resolved_spec, _resolved_sharding, lambda: user_mesh(current()), _drops_jit)
+resolve_annotations(_resolved_spec, _resolved_sharding, _enter_shard_map, _drops_jit)
 
 
 def bound_replicas(context: Context) -> contextlib.AbstractContextManager[None]:

@@ -8,10 +8,12 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
+from spmdkit.errors import ConfigError
 from tests.support.core_runs import TOLERANCE, assert_close, program_of, train
 
 RNG = np.random.default_rng(0)
@@ -81,6 +83,27 @@ def mapped_step(own_mesh):
     return {"train_step": train_step}
 
 
+def mapped_loss(own_mesh):
+    """A loss with a tensor-parallel product in a `shard_map`: over all axes of a mesh of its own, or over `tensor`."""
+
+    def mlp(x, up, down):
+        return lax.psum(jax.nn.gelu(x @ up) @ down, "mp" if own_mesh else "tensor")
+
+    def losses(params, batch):
+        size, rows, name = (
+            jax.sharding.get_abstract_mesh().size,
+            P("dp") if own_mesh else P(),
+            "mp" if own_mesh else "tensor",
+        )
+        shape = (2, 2) if size == 4 else (1, 1)
+        mesh = Mesh(np.array(jax.devices()[:size]).reshape(shape), ("dp", "mp"))
+        options = {"mesh": mesh} if own_mesh else {"axis_names": {name}}
+        mapped = jax.shard_map(mlp, in_specs=(rows, P(None, name), P(name)), out_specs=rows, **options)
+        return ((mapped(batch["x"], params["up"], params["down"]) - batch["y"]) ** 2).mean(-1)
+
+    return as_loss(losses)
+
+
 PROGRAMS = {
     "bare specs in a loss": as_loss(bare),
     "bare specs in a step": as_step(bare),
@@ -88,6 +111,8 @@ PROGRAMS = {
     "own mesh in a step": as_step(on_own_mesh),
     "shard_map in context": mapped_step(own_mesh=False),
     "shard_map on own mesh": mapped_step(own_mesh=True),
+    "shard_map on own mesh in a loss": mapped_loss(own_mesh=True),
+    "shard_map over one axis in a loss": mapped_loss(own_mesh=False),
 }
 
 
@@ -134,6 +159,15 @@ def test_a_shard_map_of_a_module_runs_in_a_step():
     assert_close(run.losses, expected().losses[:1], TOLERANCE)
 
 
+def test_a_shard_map_on_another_number_of_devices_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"shard_map \(.*test_annotations.py:\d+\) has a mesh dp 4 .* 2 devices: data 2"
+    ):
+        program(
+            {"train_step": lambda state, batch: (state, {"loss": MAPPED_AT_IMPORT(batch["x"]).mean()})}, {"data": 2}
+        )
+
+
 def test_annotations_shard_model_axes_and_add_no_reduction():
     annotated = program(as_loss(bare), MESHES["data 2 x tensor 2"])
     plain = program(as_loss(squares), MESHES["data 2 x tensor 2"], plain_init)
@@ -144,10 +178,28 @@ def test_annotations_shard_model_axes_and_add_no_reduction():
     assert over_tensor(annotated) > over_tensor(plain)
 
 
-def test_a_constraint_of_other_devices_is_a_note():
+def test_a_mesh_of_the_user_is_a_note():
     other = program(as_loss(on_own_mesh), MESHES["data 4"])
     assert "sharding constraints of a mesh dp 2 x mp 2 have no effect" in other.explain()
-    assert "have no effect" not in program(as_step(on_own_mesh), MESHES["data 2 x tensor 2"]).explain()
+    same = program(as_step(on_own_mesh), MESHES["data 2 x tensor 2"]).explain()
+    assert "constraints of a mesh dp 2 x mp 2 apply to the program's: dp = data, mp = tensor" in same
+    assert "have no effect" not in same
+
+
+def test_a_loss_without_a_batching_rule_is_on_global_arrays():
+    @custom_partitioning
+    def double(x):
+        return 2 * x
+
+    of_operand = lambda mesh, operands, result: operands[0].sharding
+    partition = lambda mesh, operands, result: (mesh, lambda x: 2 * x, operands[0].sharding, (operands[0].sharding,))
+    double.def_partition(partition, of_operand, sharding_rule="i j -> i j")
+    losses = lambda params, batch: squares(params, batch | {"x": double(batch["x"]) / 2})
+    made = program(as_loss(losses) | {"eval_data": DATA}, MESHES["data 2 x tensor 2"])
+    assert "plain: not mapped, since the loss cannot be, on global arrays" in made.explain()
+    run = train(made, steps=4)
+    assert_close(run.params, expected().params, TOLERANCE)
+    assert_close(run.eval["loss"], squares(jax.tree.map(jnp.asarray, expected().params), DATA).mean(), TOLERANCE)
 
 
 def test_a_mesh_that_the_user_set_decides_nothing():
