@@ -1,4 +1,5 @@
-"""A job on a stream is killed in two processes, and continues in one with the same examples."""
+"""A job on a stream loses a process, and continues on fewer with the same examples: from a checkpoint, and from the
+memory of the other processes."""
 
 from __future__ import annotations
 
@@ -38,8 +39,7 @@ class Numbers:
 numbers = sk.stream(Numbers)
 
 def kill(run, step, state, metrics):
-    if step == 13 and run.cluster.num_processes == 2 and run.cluster.process_index == 1:
-        run.report_saves()
+    if step == 13 and run.cluster.num_processes in (2, 4) and run.cluster.process_index == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
 @sk.task
@@ -55,10 +55,10 @@ def task():
 
 CONFIG = """
 task: task.py:task
-batch_size: 16
+batch_size: 24
 steps: 24
 devices: cpu:2
-mesh: {data: 2}
+mesh: {data: -1}
 checkpoint: {every_steps: 5}
 log: {every_steps: 1, progress: plain}
 """
@@ -83,15 +83,32 @@ def metrics(folder):
     return {line["step"]: (line["total"], line["squares"]) for line in lines}
 
 
-def test_killed_in_two_processes_and_continued_in_one(tmp_path):
-    (tmp_path / "task.py").write_text(TASK)
-    (tmp_path / "run.yaml").write_text(CONFIG)
-    code, output = run(tmp_path, "train", "run.yaml", "run_dir=whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Returns the folder of the task, and the metrics of an uninterrupted run in one process."""
+    folder = tmp_path_factory.mktemp("streams")
+    (folder / "task.py").write_text(TASK)
+    (folder / "run.yaml").write_text(CONFIG)
+    code, output = run(folder, "train", "run.yaml", "run_dir=whole")
     assert code == 0, output
-    code, output = run(tmp_path, "launch", "-n", "2", "--", "train", "run.yaml", "run_dir=killed")
+    return folder, metrics(folder / "whole")
+
+
+def test_from_a_checkpoint(whole):
+    folder, wanted = whole
+    code, output = run(folder, "launch", "-n", "2", "--", "train", "run.yaml", "run_dir=killed")
     assert code == 137, output
-    saved = [int(path.name) for path in (tmp_path / "killed/checkpoints").iterdir() if path.name.isdigit()]
+    saved = [int(path.name) for path in (folder / "killed/checkpoints").iterdir() if path.name.isdigit()]
     assert saved, output
-    code, output = run(tmp_path, "train", "run.yaml", "run_dir=killed")
+    code, output = run(folder, "train", "run.yaml", "run_dir=killed")
     assert code == 0 and f"continuing at step {max(saved) + 1}" in output, output
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    assert metrics(folder / "killed") == wanted
+
+
+def test_from_the_memory_of_the_other_processes(whole):
+    folder, wanted = whole
+    launch = ["launch", "-n", "4", "--max-restarts", "1", "--elastic", "3:4", "--"]
+    elastic = ["devices=cpu:4", "elastic.in_process=true", "elastic.snapshot_every=3", "checkpoint.every_steps=100"]
+    code, output = run(folder, *launch, "train", "run.yaml", "run_dir=elastic", *elastic)
+    assert code == 0 and "starting all processes again" not in output, output
+    assert metrics(folder / "elastic") == wanted
