@@ -101,13 +101,14 @@ class _Match:
 
     def result(self) -> tuple[dict[str, LazyArray], list[str]]:
         """Returns (path -> array, notes)."""
-        pairs = self._by_rules() if isinstance(self._given.names, list) else self._by_function()
+        has_rules = isinstance(self._given.names, list)
+        pairs = self._by_rules() if has_rules else self._by_function()
         arrays, unused = dict[str, LazyArray](), list[LazyArray]()
         for name, array in pairs:
             path = self._by_name.get(name.replace("/", "."))
             if path is None:
                 unused.append(array)
-                if self._given.strict:
+                if self._given.strict or not has_rules:
                     also = f", named '{name}'," if name != array.name else ""
                     self._problems.append(f"{array}{also} is no leaf.{nearest(name, list(map(_shown, self._leaves)))}")
             elif path in arrays:
@@ -228,7 +229,7 @@ def _on_devices(array: LazyArray, like: jax.ShapeDtypeStruct) -> jax.Array:
         part = array.read(tuple(slice(*x) for x in box[extra:])).astype(like.dtype, copy=False)
         part = np.broadcast_to(part, tuple(stop - start for start, stop in box))
         put: Callable[[jax.Device], jax.Array] = lambda device, part=part: jax.device_put(  # type: ignore[misc]
-            part, jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind), may_alias=False
+            part, jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
         )
         shards += jax.block_until_ready([put(device) for device in holders])
     return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)

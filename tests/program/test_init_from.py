@@ -64,6 +64,12 @@ def load(read, layers=3):
 @sk.weights
 def wrong(read):
     yield "table", read("wte.wight")
+@sk.weights
+def elsewhere(read):
+    yield "blocks/gate", read("wte.weight")
+@sk.weights
+def not_pairs(read):
+    yield read("wte.weight")
 def unregistered(read):
     return []
 """
@@ -298,6 +304,8 @@ def test_a_truncated_file_is_damaged(folder, tmp_path):
     ("names", "words"),
     [
         ("wrong", "has no array 'wte.wight'.*Did you mean 'wte.weight'"),
+        ("elsewhere", r"wte.weight float32\[2000,8\], named 'blocks/gate', is no leaf"),
+        ("not_pairs", "yields pairs of a path and an array"),
         ("unregistered", "@sk.weights"),
         ("missing", "has no 'missing'"),
     ],
@@ -305,7 +313,7 @@ def test_a_truncated_file_is_damaged(folder, tmp_path):
 def test_a_wrong_function_is_one_message(folder, monkeypatch, names, words):
     load = config_by_choice(folder, monkeypatch, {"convert.py": FROM_TORCH}, "task: x.py:t\n", "init_from")
     program = opened(str(folder / "torch.safetensors"))
-    program.config = load(f"{{file: torch.safetensors, names: convert.py:{names}}}")
+    program.config = load(f"{{file: torch.safetensors, names: convert.py:{names}, strict: false}}")
     with pytest.raises(ConfigError) as error:
         program.init()
     assert re.search(words, str(error.value), re.S), error.value
