@@ -161,23 +161,19 @@ class Program:
         """Returns one copy of the state before the first step, without the reducer's state.
 
         Args:
-            loaded: path -> leaf of one copy, instead of that of `init`.
+            loaded: path -> parameter, instead of that of `init`.
         """
-        loaded = loaded or {}
         variables = self._init(key)
-        params = replace_leaves(variables.params, "params", loaded)
-        model_state = replace_leaves(variables.state, "model_state", loaded)
+        params = replace_leaves(variables.params, "params", loaded or {})
+        model_state = variables.state
         if (num := self._state_groups) is not None:
             model_state = jax.tree.map(lambda x: jnp.stack([x] * num), model_state)
         options = self.config.seed, self.config.ema
-        current = state.create(params, model_state, self.optimizer, *options, variables.opt_state)
-        return current.replace(
-            opt_state=replace_leaves(current.opt_state, "opt_state", loaded),
-            ema=replace_leaves(current.ema, "ema", loaded),
-        )
+        return state.create(params, model_state, self.optimizer, *options, variables.opt_state)
 
     def _create_state(self, key: jax.Array, loaded: Mapping[str, jax.Array]) -> TrainState:
-        """Returns the state before the first step. `loaded`: path -> leaf, instead of that of `init`."""
+        """Returns the state before the first step. `loaded`: path -> leaf; only parameters have leaves that depend on
+        them."""
         one_copy = {path: x[(0,) * (x.ndim - len(self._leaves[path].shape))] for path, x in loaded.items()}
         state = self._create_one(key, one_copy)
         state = state if self.groups is None else groups.stack_state(self.groups, state)
