@@ -23,8 +23,8 @@ def attention(h, others):
     return h + jax.nn.softmax(h @ others.T) @ others
 
 
-def dropout(h):
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (CLASSES,)))(sk.example_keys())
+def dropout(h, layer):
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (CLASSES,)))(sk.example_keys(layer))
     return h * kept / 0.8
 
 
@@ -46,7 +46,7 @@ LAYERS = {
     "layer norm": lambda h, p: jax.nn.standardize(h),
     "softmax": lambda h, p: jax.nn.log_softmax(h),
     "sort": lambda h, p: jnp.sort(h, axis=-1),
-    "dropout": lambda h, p: dropout(h),
+    "dropout": lambda h, p: dropout(h, p["layer"]),
     "loop": lambda h, p: with_loop(h),
     "remat": lambda h, p: jax.checkpoint(lambda h: jnp.sin(h @ p["table"]))(h),
     "batch norm of all": lambda h, p: batch_norm_of_all(h),
@@ -130,8 +130,8 @@ def loss_of(seed):
 
     def loss_fn(params, batch, key):
         h = inputs(params, batch)
-        for _, layer in layers:
-            h = layer(h, params)
+        for i, (_, layer) in enumerate(layers):
+            h = layer(h, {**params, "layer": i})
         return mean(loss(h, batch), params, batch)
 
     return names, mixes, loss_fn
