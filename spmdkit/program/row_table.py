@@ -101,12 +101,13 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
     return columns([COLUMNS, *(tuple(vars(row).values()) for row in rows)])
 
 
-def row_warnings(usages: Sequence[Usage], what: str, mixing: RowMixing, microbatches: int) -> list[str]:
+def row_warnings(usages: Sequence[Usage], what: str, mixing: RowMixing, microbatches: int, replicas: int) -> list[str]:
     """Returns a warning for each line that mixes rows, and for each operation without a rule.
 
     Args:
         what: name of the loss function.
         mixing: `error` raises for mixed rows; `allow` does not report them.
+        replicas: number of replicas that reduce one model state.
 
     Raises:
         ConfigError: rows are mixed and `mixing` is `error`.
@@ -121,7 +122,7 @@ def row_warnings(usages: Sequence[Usage], what: str, mixing: RowMixing, microbat
             by_cause.setdefault((function, "whole", usage.whole), []).append(name)
         if usage.unknown is not None and usage.rows == "unknown":
             by_cause.setdefault((function, *usage.unknown), []).append(name)
-    texts = []
+    texts = [] if mixing == "allow" or 1 in (microbatches, replicas) else _read_between(usages, what)
     for (function, cause, line), names in by_cause.items():
         at, results = f"{line}: " if line else "", ", ".join(names)
         if cause not in ("mixed", "whole"):
@@ -135,6 +136,17 @@ def row_warnings(usages: Sequence[Usage], what: str, mixing: RowMixing, microbat
                 raise ConfigError(f"row_mixing is error. {text}")
             texts.append(text)
     return texts
+
+
+def _read_between(usages: Sequence[Usage], what: str) -> list[str]:
+    """Returns the warning about model state that the loss reads before the replicas have reduced it."""
+    leaves = [f"'{u.name}'" for u in usages if u.read and not u.unchanged and (u.per_replica or u.counted)]
+    return [
+        f"{what} reads model state {leaf}, which replicas reduce after the last microbatch: until then a replica reads "
+        "what it has added itself. So with microbatches the result differs from one device. Reduce what the loss adds "
+        "(sk.psum, sk.pmean, sk.all_gather), set microbatches: 1, or accept it with Task(row_mixing='allow')."
+        for leaf in leaves
+    ]
 
 
 def _mixed_text(cause: str, microbatches: int) -> str:

@@ -19,6 +19,10 @@ def integer(x):
     return x.astype(jnp.int32)
 
 
+def number():
+    return jnp.float32(ROWS) * jnp.cos(jnp.float32(1))
+
+
 def variance(x):
     return (x**2).mean(0) - x.mean(0) ** 2
 
@@ -692,6 +696,19 @@ FLOWS = {
     ),
     # of an old state
     "sum added to a decayed state": ("total 1", lambda x, y, s: 0.9 * s + x.sum(0)),
+    "sum divided by a state plus the number": ("other ? mixed", lambda x, y, s: x.sum(0) / (s + ROWS)),
+    "sum times a state plus the number": ("other ? mixed", lambda x, y, s: x.sum(0) * (s + ROWS)),
+    "mean divided by the square of a state plus the number": (
+        "other ? mixed",
+        lambda x, y, s: x.sum(0) * ROWS / (s + ROWS) ** 2,
+    ),
+    "mean divided by a state plus 1": ("total 0", lambda x, y, s: x.mean(0) / (s + 1)),
+    # numbers of rows over replicas
+    "sum divided by the number of all": ("total 1 whole", lambda x, y: x.sum(0) / lax.psum(number(), "data")),
+    "sum divided by the number, not of all": ("total 0", lambda x, y: x.sum(0) / lax.psum(number(), "replica")),
+    "sum divided by the largest number": ("total 0", lambda x, y: x.sum(0) / lax.pmax(number(), "data")),
+    "rows times the number, of all": ("none 0 mixed whole", lambda x, y: lax.psum(x * number(), "data")),
+    "constant of all": ("none 0", lambda x, y: lax.psum(jnp.cos(jnp.float32(1)), "data")),
     "mean added to a state times the number": ("other ? mixed", lambda x, y, s: s * ROWS + x.mean(0)),
 }
 """name -> (how rows enter, function)."""

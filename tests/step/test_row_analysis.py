@@ -161,6 +161,42 @@ def test_rows_of_all_replicas_are_reported_with_microbatches_only():
     assert "one of 2 microbatches" in note
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_running_mean_by_counts_needs_the_rows_of_all_replicas(whole):
+    """Welford's running mean: the share of a batch depends on the number of its rows."""
+
+    def loss(p, s, b, k):
+        add = sk.psum if whole else lambda x: x
+        num = add(jnp.float32(len(b["x"])))
+        seen = s["seen"] + num
+        mean = s["mean"] + (add(b["x"].sum(0)) / num - s["mean"]) * num / seen
+        return sk.mean(errors(p, b)), {}, {"mean": mean, "seen": seen}
+
+    state = {"mean": jnp.zeros(WIDTH), "seen": jnp.float32(0)}
+    if whole:
+        table = {row.name: row.replicas for row in build(loss, state=state).row_table}
+        assert table["state mean"] == table["state seen"] == "identical"
+        return
+    with pytest.raises(ConfigError, match=r"model state 'mean'.*sk\.psum.*state_reduction="):
+        build(loss, state=state)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_reduced_leaf_that_the_loss_reads_differs_between_microbatches(reads):
+    """A replica reads in its second microbatch what it has added itself."""
+
+    def loss(p, s, b, k, reduce=lambda x: x):
+        values = errors(p, b)
+        center = 0.9 * s["center"] + 0.1 * reduce(b["x"].mean(0))
+        return sk.mean(values * (1 + s["center"].sum() ** 2) if reads else values), {}, {"center": center}
+
+    of = lambda loss, **more: [n for n in build(loss, state={"center": jnp.zeros(WIDTH)}, **more).notes if "reads" in n]
+    assert of(loss) == of(loss, microbatches=2, mesh={}) == of(loss, microbatches=2, row_mixing="allow") == []
+    notes = of(loss, microbatches=2)
+    assert len(notes) == reads and all("model state 'center'" in note and "sk.pmean" in note for note in notes)
+    assert of(lambda p, s, b, k: loss(p, s, b, k, sk.pmean), microbatches=2) == []
+
+
 STATE = {
     "mean": (jnp.zeros(WIDTH), lambda s, p, b: 0.9 * s + 0.1 * b["x"].mean(0), "mean"),
     "seen": (jnp.float32(0), lambda s, p, b: s + b["x"].shape[0], "sum"),

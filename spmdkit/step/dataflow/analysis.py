@@ -62,6 +62,7 @@ class Usage:
         counted: whether a leaf depends on the number of rows only.
         inexact: whether a leaf is a float.
         unchanged: whether the loss returns a leaf of the model state as it was.
+        read: whether the loss or a metric depends on the old value of a leaf of the model state.
         needs_scale: whether the gradient of a loss depends on the scale of its cotangent.
     """
 
@@ -78,6 +79,7 @@ class Usage:
     counted: bool = False
     inexact: bool = False
     unchanged: bool = False
+    read: bool = False
     needs_scale: bool = False
 
 
@@ -198,7 +200,8 @@ def _of_state(
     replica_bit, start = 1 << len(leaves), len(traced.jaxpr.outvars) - len(leaves)
     bits = [1 << i for i in range(len(leaves))] + [0] * len(jax.tree.leaves(inputs.shared))
     bits += [replica_bit] * (len(traced.jaxpr.invars) - len(bits))
-    depends = dependence(traced, bits, replica_bit, needed)[start:]
+    all_depends = dependence(traced, bits, replica_bit, needed)
+    results, depends = all_depends[:start], all_depends[start:]
     other = None
     if not all(d.all & replica_bit for d in depends):
         other = _traced(loss, inputs, bound, 2 * num)[0]
@@ -213,7 +216,9 @@ def _of_state(
         of_rows = bool(of_leaf.all & replica_bit)
         inexact = bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
         unchanged = traced.jaxpr.outvars[start + i] is traced.jaxpr.invars[i]
-        usages.append(_with_lines("model state", path, rows, [flow], flow, old, of_rows, counted, inexact, unchanged))
+        read = any(d.all & 1 << i for d in results)
+        facts = (flow, old, of_rows, counted, inexact, unchanged, read)
+        usages.append(_with_lines("model state", path, rows, [flow], *facts))
     return usages
 
 

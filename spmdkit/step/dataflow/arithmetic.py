@@ -36,8 +36,19 @@ def _row(eqn: Any, flows: Sequence[Flow], degree: int | None, mixes: bool) -> Fl
     return Flow("row", degree or 0, rows, stride, **found)
 
 
+def _proportional(flow: Flow) -> Flow:
+    """Returns the flow with the power of the number of rows that its value is proportional to."""
+    return replace(flow, degree=None, tag="") if flow.tag == "grown" else flow
+
+
 def linear(eqn: Any, flows: Sequence[Flow]) -> Flow:
     """A sum or a choice of values."""
+    out = _sum(eqn, flows)
+    has_old = any(f.tag in ("old", "grown") for f in flows)
+    return replace(out, tag="grown") if has_old and out.degree != 0 else out
+
+
+def _sum(eqn: Any, flows: Sequence[Flow]) -> Flow:
     name = eqn.primitive.name
     if name in ("neg", "sub") and flows[-1].how in ("max", "min"):
         return Flow("other", 0, **mixing(eqn, flows))
@@ -78,6 +89,7 @@ def product(eqn: Any, flows: Sequence[Flow]) -> Flow:
     """A product of two values."""
     if any(f.tag == "zero" for f in flows):
         return ZERO
+    flows = [_proportional(f) for f in flows]
     degree = plus(*(f.degree for f in flows))
     statistics = [f for f in flows if f.is_statistic]
     if any(f.is_row for f in flows):
@@ -99,7 +111,7 @@ def product(eqn: Any, flows: Sequence[Flow]) -> Flow:
 
 def quotient(eqn: Any, flows: Sequence[Flow]) -> Flow:
     """The first value divided by the second."""
-    top, bottom = flows
+    top, bottom = flows[0], _proportional(flows[1])
     inverse = replace(bottom, degree=times(bottom.degree, -1), tag="")
     if bottom.is_statistic:
         out = product(eqn, (top, replace(inverse, how="other")))
@@ -111,7 +123,7 @@ def quotient(eqn: Any, flows: Sequence[Flow]) -> Flow:
 
 def power(eqn: Any, flows: Sequence[Flow]) -> Flow:
     """An integer power."""
-    (base,) = flows
+    base = _proportional(flows[0])
     exponent = eqn.params.get("y", 2)
     if base.how in ("total", "moment") and exponent > 1:
         return Flow("moment", times(base.degree, exponent), **mixing(eqn, flows))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 How = Literal["none", "row", "total", "moment", "max", "min", "other", "unknown"]
-Tag = Literal["", "zero", "old", "index", "false", "replica", "offset"]
+Tag = Literal["", "zero", "old", "grown", "index", "false", "replica", "offset"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +37,9 @@ class Flow:
         whole: the equation that read rows of other replicas, or None.
         unknown: the first equation without a rule, or None.
         source: the equation that first combined rows.
-        tag: known contents. `zero`, `false`: of all elements. `old`: a multiple of the old model state. `index`: the
-            index of the row within the replica. `replica`: the index of the replica. `offset`: the position of its
-            first row.
+        tag: known contents. `zero`, `false`: of all elements. `old`: a multiple of the old model state. `grown`: one
+            plus a value of this degree. `index`: the index of the row within the replica. `replica`: the index of the
+            replica. `offset`: the position of its first row.
     """
 
     how: How = "none"

@@ -147,11 +147,13 @@ class Walk:
         name, outs = eqn.primitive.name, []
         covers = self.needed <= jaxprs.axis_names(eqn)
         for flow in flows:
-            if not flow.enters:
+            counts_rows = covers and name.startswith("psum") and not flow.enters and flow.degree == 1
+            if not (flow.enters or counts_rows):
                 outs.append(flow)
                 continue
             exact = (
-                (name.startswith("all_gather") and flow.how in ("row", "total", "max", "min"))
+                counts_rows
+                or (name.startswith("all_gather") and flow.how in ("row", "total", "max", "min"))
                 or (name.startswith("psum") and flow.how == "total")
                 or name == f"p{flow.how}"
             )
