@@ -684,6 +684,15 @@ FLOWS = {
         "total 1",
         lambda x, y: lax.map(lambda c: c.sum(1), jnp.concatenate([x, y]).reshape(ROWS, 2, FEATURES)).sum(0),
     ),
+    "repeated rows in a map": (
+        "row",
+        lambda x, y: lax.map(jnp.tanh, jnp.repeat(x, 2, 0)) * jnp.repeat(y, 2, 0),
+    ),
+    "two views in a map": ("row", lambda x, y: lax.map(jnp.tanh, jnp.concatenate([x, y]))[:ROWS] * y),
+    "repeated rows with two views in a map": (
+        "row mixed",
+        lambda x, y: lax.map(lambda rows: rows[0] * rows[1], (jnp.concatenate([x, y]), jnp.repeat(x, 2, 0))),
+    ),
     "all pairs in two maps": ("row mixed", lambda x, y: lax.map(lambda r: lax.map(lambda q: r @ q, y), x)),
     "function of the number in a map": ("row mixed", lambda x, y: lax.map(jnp.cos, jnp.arange(float(ROWS)))),
     "doubled in a scan": (

@@ -1,5 +1,6 @@
 """How rows enter a loss, its metrics and the model state, read from the jaxpr before the first step."""
 
+import itertools
 import time
 
 import jax
@@ -338,12 +339,17 @@ def test_uses_of_keys_are_counted(name):
 
 
 GENERATOR = np.random.default_rng(0)
+TRACE = itertools.count()
 TRACED_ONCE = {
     "np.random": lambda h: h + np.random.normal(size=(CLASSES,)).astype(np.float32),
     "a generator": lambda h: h * GENERATOR.random(),
     "in a jitted function": lambda h: jax.jit(lambda h: h + np.random.rand(CLASSES).astype(np.float32))(h),
     "in a scan": lambda h: jax.lax.scan(lambda c, _: (c * np.float32(np.random.rand()), None), h, None, length=2)[0],
     "the time": lambda h: h * (time.perf_counter() % 1),
+    "a random branch": lambda h: jnp.sin(h) if next(TRACE) % 2 else h,
+    "a random branch of one length": lambda h: jnp.sin(h) if next(TRACE) % 2 else jnp.cos(h),
+    "a random constant operand": lambda h: h * 2.0 if next(TRACE) % 2 else h * h,
+    "a random column": lambda h: h[:, next(TRACE) % 2 :][:, :1],
 }
 
 
@@ -354,6 +360,13 @@ def test_numbers_made_while_tracing_are_refused(name):
         build(loss)
 
 
-def test_constant_arrays_are_accepted():
-    weights = np.random.default_rng(0).normal(size=(CLASSES,)).astype(np.float32)
-    build(lambda p, b, k: sk.mean((logits(p, b) * weights * np.float32(0.5) - np.nan_to_num(b["y"].shape[1])) ** 2))
+def test_constant_arrays_and_a_print_of_one_trace_are_accepted():
+    weights, trace = np.random.default_rng(0).normal(size=(CLASSES,)).astype(np.float32), itertools.count()
+
+    def loss(p, b, k):
+        h = logits(p, b) * weights * np.float32(0.5)
+        if next(trace) == 0:
+            jax.debug.print("{}", jnp.abs(h).max())
+        return sk.mean((h - np.nan_to_num(b["y"].shape[1])) ** 2)
+
+    build(loss)

@@ -5,6 +5,7 @@ A compiled step contains such a number as a constant. It is the same in every st
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,39 +20,44 @@ from spmdkit.foundation.trees import is_key
 
 
 def check_constants(first: jax.extend.core.ClosedJaxpr, second: jax.extend.core.ClosedJaxpr) -> None:
-    """Raises ConfigError if a constant differs between two traces of one loss with equal inputs."""
-    pairs = zip(_constants(first), _constants(second), strict=False)
-    for (eqn, position, one), (_, other_position, other) in pairs:
-        if position != other_position:  # the traces have other operations
-            return
-        if not _equal(one, other):
+    """Raises ConfigError if an operation or a constant differs between two traces of one loss with equal inputs."""
+    end = (None, -1, "no operation")
+    for one, other in itertools.zip_longest(_parts(first), _parts(second), fillvalue=end):
+        if one[1] != other[1] or not _equal(one[2], other[2]):
+            eqn = one[0] or other[0]
             line = None if eqn is None else compat.user_line(eqn)
-            found = f"an array of shape {np.shape(one)}" if np.ndim(one) else f"{one}, then {other}"
+            found = f"an array of shape {np.shape(one[2])}" if np.ndim(one[2]) else f"{one[2]}, then {other[2]}"
             raise ConfigError(
                 f"{f'{line}: ' if line else ''}loss_fn uses a number that is made while it is traced: {found}. It "
-                "becomes a constant of the compiled step, the same in every step and on every replica. Draw random "
-                "numbers with jax.random from the key of the loss, or pass the number in the batch."
+                "is a constant of the compiled step, or selects its operations, and stays the same in every step and "
+                "on every replica. Draw random numbers with jax.random from the key of the loss (jnp.where and "
+                "lax.cond select by them), or pass the number in the batch."
             )
 
 
-def _constants(closed: jax.extend.core.ClosedJaxpr) -> Iterator[tuple[Any, tuple[int, str, int], Any]]:
-    """Yields (the first equation that uses it, its position, value) of each constant of a jaxpr."""
+def _parts(closed: jax.extend.core.ClosedJaxpr) -> Iterator[tuple[Any, int, Any]]:
+    """Yields (equation, position in it, value) of each operation that a result depends on: its name, the numbers among
+    its parameters, and its constants."""
     arrays = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    for number, eqn in enumerate(jaxprs.equations(closed)):
-        for index, var in enumerate(eqn.invars):
+    needed = jaxprs.needed_eqns(closed.jaxpr.eqns, closed.jaxpr.outvars)
+    for eqn in jaxprs.equations(closed.jaxpr.replace(eqns=needed)):
+        yield eqn, 0, eqn.primitive.name
+        for index, var in enumerate(eqn.invars, 1):
             if isinstance(var, jax.extend.core.Literal):
-                yield eqn, (number, eqn.primitive.name, index), var.val
+                yield eqn, index, var.val
             elif var in arrays:
-                yield eqn, (number, eqn.primitive.name, index), arrays.pop(var)
+                yield eqn, index, arrays.pop(var)
         for value in eqn.params.values():
+            if isinstance(value, int | float) or (isinstance(value, tuple) and all(isinstance(i, int) for i in value)):
+                yield eqn, -1, value
             for item in value if isinstance(value, tuple | list) else (value,):
                 for const in item.consts if isinstance(item, jax.extend.core.ClosedJaxpr) else ():
-                    yield eqn, (number, eqn.primitive.name, -1), const
+                    yield eqn, -1, const
 
 
 def _equal(first: Any, second: Any) -> bool:
-    if first is second or isinstance(first, jax.core.Tracer) or isinstance(second, jax.core.Tracer):
-        return True
-    if is_key(first):
+    if isinstance(first, str | int | tuple):
+        return bool(first == second)
+    if first is second or isinstance(first, jax.core.Tracer) or isinstance(second, jax.core.Tracer) or is_key(first):
         return True
     return bool(np.array_equal(np.asarray(first), np.asarray(second), equal_nan=np.asarray(first).dtype.kind == "f"))

@@ -175,8 +175,13 @@ class Walk:
         shapes = [tuple(v.aval.shape) for v in eqn.invars]
         sliced = [self._slice(f, shape) for f, shape in zip(flows[xs:], shapes[xs:], strict=True)]
         by_row = any(f.rows != g.rows for f, g in zip(flows[xs:], sliced, strict=True))
+        orders = {  # (rows, iterations of each): row (i // iterations) % rows is read in iteration i
+            (f.rows, f.stride // math.prod(shape[1:]))
+            for f, g, shape in zip(flows[xs:], sliced, shapes[xs:], strict=True)
+            if f.rows != g.rows == 1
+        }
         is_sum = retained(body.jaxpr, range(start, xs)) if by_row else [True] * num_carry
-        if by_row and any(f.rows == 1 for f in flows):  # the row of an outer loop meets all rows
+        if by_row and (len(orders) > 1 or any(f.rows == 1 for f in flows)):  # the row of an outer loop meets all rows
             sliced = [replace(f, mixed=f.mixed or eqn) if f.is_row else f for f in sliced]
         carry = flows[start:xs]
         while True:
@@ -187,7 +192,7 @@ class Walk:
                 break
             carry = new
         stacked = [
-            self._stack(f, var.aval.shape, length, by_row)
+            self._stack(f, var.aval.shape, *max(orders, default=(length, 1))) if by_row else f
             for f, var in zip(out[num_carry:], eqn.outvars[num_carry:], strict=True)
         ]
         if by_row and any(f.is_statistic for f in carry):
@@ -200,18 +205,17 @@ class Walk:
             return flow
         chunk = math.prod(shape[1:])
         tag = replace(flow, tag="")
-        if flow.stride == chunk:
+        if flow.stride % chunk == 0:
             return replace(tag, rows=1, stride=0)
         if chunk % flow.stride == 0:
             return replace(tag, rows=min(flow.rows, chunk // flow.stride))
         return replace(tag, stride=0)
 
-    def _stack(self, flow: Flow, shape: tuple[int, ...], length: int, rows_sliced: bool) -> Flow:
-        """Returns the values of all iterations, stacked along a new first dim."""
-        if not rows_sliced:
-            return flow
+    def _stack(self, flow: Flow, shape: tuple[int, ...], rows: int, each: int) -> Flow:
+        """Returns the values of all iterations of a loop over rows, stacked along a new first dim. `each`: iterations
+        of each row."""
         if flow.rows == 1:
-            return replace(flow, rows=length, stride=math.prod(shape[1:]))
+            return replace(flow, rows=rows, stride=each * math.prod(shape[1:]))
         return replace(flow, rows=self.num) if flow.is_row else flow
 
     def _of_all_rows(self, eqn: Any, new: Flow, is_sum: bool) -> Flow:
