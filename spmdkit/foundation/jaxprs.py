@@ -14,6 +14,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 T = TypeVar("T")
 
+_JAXPRS, _SEQUENCES = (ClosedJaxpr, Jaxpr), (tuple, list)  # a union in a call of isinstance is made again in each call
+
 Into = Callable[[Any], bool]
 """Predicate: whether a walk enters the jaxprs of an equation."""
 
@@ -32,8 +34,8 @@ def inner_jaxprs(eqn: Any) -> Iterator[Any]:
     """Yields the jaxprs in an equation's parameters: bodies, branches, called functions. For a custom rule, yields the
     function itself."""
     for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, ClosedJaxpr | Jaxpr):
+        for item in value if isinstance(value, _SEQUENCES) else (value,):
+            if isinstance(item, _JAXPRS):
                 yield open_jaxpr(item)
 
 

@@ -19,6 +19,9 @@ from spmdkit.foundation import jaxprs
 from spmdkit.foundation.trees import is_key
 
 
+_NUMBERS, _SEQUENCES, _PLAIN = (int, float), (tuple, list), (int, str)
+
+
 def check_constants(first: jax.extend.core.ClosedJaxpr, second: jax.extend.core.ClosedJaxpr) -> None:
     """Raises ConfigError if an operation or a constant differs between two traces of one loss with equal inputs."""
     end = (None, -1, "no operation")
@@ -48,15 +51,15 @@ def _parts(closed: jax.extend.core.ClosedJaxpr) -> Iterator[tuple[Any, int, Any]
             elif var in arrays:
                 yield eqn, index, arrays.pop(var)
         for value in eqn.params.values():
-            if isinstance(value, int | float) or (isinstance(value, tuple) and all(isinstance(i, int) for i in value)):
-                yield eqn, -1, value
-            for item in value if isinstance(value, tuple | list) else (value,):
+            for item in value if isinstance(value, _SEQUENCES) else (value,):
+                if isinstance(item, _NUMBERS):
+                    yield eqn, -1, item
                 for const in item.consts if isinstance(item, jax.extend.core.ClosedJaxpr) else ():
                     yield eqn, -1, const
 
 
 def _equal(first: Any, second: Any) -> bool:
-    if isinstance(first, str | int | tuple):
+    if isinstance(first, _PLAIN):
         return bool(first == second)
     if first is second or isinstance(first, jax.core.Tracer) or isinstance(second, jax.core.Tracer) or is_key(first):
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def needs_scale(jaxpr: Any) -> bool:
     return False
 
 
+@functools.cache
 def has_small_range(dtype: Any) -> bool:
     """Returns whether a dtype is a float with a smaller range than float32."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp
