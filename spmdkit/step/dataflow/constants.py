@@ -18,7 +18,6 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation import jaxprs
 from spmdkit.foundation.trees import is_key
 
-
 _NUMBERS, _SEQUENCES, _PLAIN = (int, float), (tuple, list), (int, str)
 
 
