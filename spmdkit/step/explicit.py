@@ -42,6 +42,8 @@ def needs_explicit_axes(error: BaseException, names: Iterable[str] = ()) -> bool
     names of axes, which only explicit shardings pass to JAX."""
     text = str(error)
     is_of_user = any(f"Resource axis: {name} " in text for name in names)
+    if "can only refer to Auto axes" in text:  # a constraint on a mesh of the user with explicit axes
+        return False
     return is_of_user or "AxisType.Auto" in text or "out_sharding" in text or "reshard" in text
 
 

@@ -434,7 +434,8 @@ def _resolved_spec(spec: PartitionSpec) -> PartitionSpec | None:
     models, which the layout applies."""
     context = current()
     context.usage.flax_rules.add(rules_in_context())
-    roles = context.sharding.roles
+    in_context = jax.sharding.get_abstract_mesh().axis_names  # the user's names in a `shard_map` and in explicit mode
+    roles = {name: axis for name, axis in context.sharding.roles.items() if name not in in_context}
     spec = renamed_axes(spec, {name: roles.get(name, name) for name in spec_axes(spec)}) if roles else spec
     names = set(spec_axes(spec)) - set(AXES) - {PartitionSpec.UNCONSTRAINED}
     return None if names and names <= context.options.logical_axes.keys() else spec

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
@@ -81,6 +82,18 @@ def test_a_program_with_its_own_names_is_one_device(kind, mesh):
     run = train(program(kind, MESHES[mesh]), evaluate=False, steps=4)
     assert_close(run.losses, expected().losses, TOLERANCE)
     assert_close(run.params, expected().params, TOLERANCE)
+
+
+def test_a_constraint_on_a_mesh_with_explicit_axes_is_refused_as_by_jax():
+    mesh = jax.make_mesh((2, 2), ("dp", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+    def loss_fn(params, batch, key):
+        placed = lambda x: constrain(x, NamedSharding(mesh, P("dp", "model")))
+        return sk.mean(squares(params, batch, lambda x: constrain(x, P("dp")), placed))
+
+    task = sk.Task(init, loss_fn, optax.sgd(0.1), train_data=DATA, rules=RULES)
+    with pytest.raises(ConfigError, match="can only refer to Auto axes"):
+        program_of(task, roles=ROLES, mesh=MESHES["dp 2 x model 2"], batch_size=16)
 
 
 def test_output_has_the_names_of_the_user():
