@@ -63,7 +63,7 @@ def _check_agreement(context: Context, train_step: Any, axis_name: str, state: A
         closed, out = jax.make_jaxpr(train_step, return_shape=True)(state, rows)
     walk = _Reductions(frozenset([axis_name]), _ROWS)
     bits = [_STATE] * len(jax.tree.leaves(state)) + [_ROWS] * len(jax.tree.leaves(rows))
-    results = walk.run(closed.jaxpr, [Depends(x, 0, x) for x in bits])
+    results = walk.run(closed.jaxpr, [Depends(x) for x in bits])
     for body in jaxprs.bodies(closed.jaxpr):
         for eqn in body.eqns:
             if id(eqn) in walk.of_equal and not is_mean(body, eqn.outvars[walk.of_equal[id(eqn)]], num):

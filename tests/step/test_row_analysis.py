@@ -245,7 +245,18 @@ REFUSED = {
         ),
     ),
     "averaged count": (jnp.float32(0), lambda s, p, b: 0.9 * s + b["x"].shape[0]),
+    "moved": (jnp.zeros(WIDTH), lambda s, p, b: s - 0.1 * (s - b["x"].sum(0))),
+    "assigned": (
+        jnp.ones(WIDTH),
+        lambda s, p, b: 0.9 * s + 0.1 * jax.nn.one_hot(jnp.argmin((b["x"] - s) ** 2, -1), WIDTH).sum(0),
+    ),
+    "halved": (jnp.zeros(WIDTH), lambda s, p, b: jax.jit(lambda s: s / 2)(s).at[b["label"]].add(b["x"][:, 0])),
 }
+
+
+SCALED = {"last": 0, "deviation": 0.9, "largest": 0.9, "average of sums": 0.9, "class means": 0.9}
+SCALED |= {"averaged count": 0.9, "moved": 0.9, "assigned": 0.9, "halved": 0.5}
+"""name -> known factor of the old value. A sum over replicas is another value unless it is 1."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -256,10 +267,15 @@ def test_other_state_must_be_declared(name):
         ConfigError, match=rf"model state '{name}'.*sk\.all_gather.*sk\.psum.*state_reduction="
     ) as error:
         build(loss, state={name: start})
-    assert all(kind in str(error.value) for kind in ("'mean'", "'max'", "'sum'", "'identical'"))
+    scaled = name in SCALED
+    assert all(kind in str(error.value) for kind in ("'mean'", "'max'", "'identical'"))
+    assert scaled != ("'sum'" in str(error.value))
     build(loss, state={name: start}, mesh={})
     declared = build(loss, state={name: start}, state_reduction={name: "mean"})
     assert declared.row_table[-1].why == "declared in Task.state_reduction"
+    if scaled:
+        with pytest.raises(ConfigError, match=rf"sum for model state '{name}'.* by {SCALED[name]:.1g}\..*sk\.psum"):
+            build(loss, state={name: start}, state_reduction={name: "sum"})
 
 
 def test_unknown_primitive_is_a_warning():

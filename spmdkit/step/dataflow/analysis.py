@@ -57,7 +57,8 @@ class Usage:
         unknown: (primitive, line) of the first operation without a rule, or None.
         keys: how a loss uses its keys.
         flow: of a leaf of the model state.
-        old: how the old value of a leaf of the model state enters.
+        old: how the old value of a leaf of the model state enters; `factor`: the number it is multiplied by, or None if
+            that is unknown.
         per_replica: whether a leaf depends on the rows or the key of a replica.
         counted: whether a leaf depends on the number of rows only.
         inexact: whether a leaf is a float.
@@ -75,6 +76,7 @@ class Usage:
     keys: str = ""
     flow: Flow = NONE
     old: Literal["", "not at all", "retained", "affine", "other"] = ""
+    factor: float | None = None
     per_replica: bool = False
     counted: bool = False
     inexact: bool = False
@@ -212,12 +214,13 @@ def _of_state(
             counted = compat.jaxpr_of_result(traced, start + i) != compat.jaxpr_of_result(other, start + i)
         rows: Rows = _rows(flow) if not counted else _rows(replace(flow, how="none", degree=1))
         old: Any = "not at all" if not of_leaf.all & 1 << i else "other" if of_leaf.other & 1 << i else "affine"
-        old = "retained" if of_leaf.retained & 1 << i else old
+        factor = of_leaf.factor(1 << i)
+        old = "retained" if old == "affine" and factor == 1 else old
         of_rows = bool(of_leaf.all & replica_bit)
         inexact = bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
         unchanged = traced.jaxpr.outvars[start + i] is traced.jaxpr.invars[i]
         read = any(d.all & 1 << i for d in results)
-        facts = (flow, old, of_rows, counted, inexact, unchanged, read)
+        facts = (flow, old, factor, of_rows, counted, inexact, unchanged, read)
         usages.append(_with_lines("model state", path, rows, [flow], *facts))
     return usages
 

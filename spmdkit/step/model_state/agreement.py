@@ -91,12 +91,15 @@ def _reduction(declared: Kinds, path: str, leaf: Any, usage: Usage | None) -> Ki
     if path in declared:
         if declared[path] == "identical" and usage.per_replica:
             raise ConfigError(_not_identical(path, leaf))
+        if declared[path] == "sum" and usage.factor not in (None, 1):
+            raise ConfigError(_not_added(path, leaf, usage.factor))
         return declared[path]
     if (kind := reduction_of(usage)) is not None:
         return kind
     if not usage.per_replica:
-        raise ConfigError(_undecided(path, leaf, "by the number of rows of a replica"))
-    raise ConfigError(_undecided(path, leaf, f"by the rows or the key of a replica{_HOW.get(usage.flow.how, '')}"))
+        raise ConfigError(_undecided(path, leaf, usage, "by the number of rows of a replica"))
+    how = f"by the rows or the key of a replica{_HOW.get(usage.flow.how, '')}"
+    raise ConfigError(_undecided(path, leaf, usage, how))
 
 
 def reduction_of(usage: Usage) -> Kind | None:
@@ -122,23 +125,32 @@ _HOW = {
 }
 
 
-def _undecided(path: str, leaf: Any, how: str) -> str:
+def _undecided(path: str, leaf: Any, usage: Usage, how: str) -> str:
     what = f"loss_fn changes model state '{path}' ({describe(leaf)}) {how}"
     if not jnp.issubdtype(leaf.dtype, jnp.number):
         return (
             f"{what}. Replicas would diverge, and it has no mean. Make it the same on all of them in the loss, with "
             "lax.pmax or lax.psum over ('replica', 'data'), or compute it from values that they share."
         )
+    added = "'sum' (the increments of all replicas), " if usage.factor in (None, 1) else ""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return (
             f"{what}. The mean over replicas may be wrong: it is derived only for a leaf that is linear in its old "
             "value and in a mean over rows. Use the rows of all replicas (sk.all_gather(x), sk.psum(x)), or declare "
-            f"its reduction: Task(state_reduction={{'{path}': 'mean'}}), 'max', 'sum' (the increments of all "
-            "replicas), or 'identical' after a reduction in the loss."
+            f"its reduction: Task(state_reduction={{'{path}': 'mean'}}), 'max', {added}or 'identical' after a "
+            "reduction in the loss."
         )
     return (
-        f"{what}. Integers are never averaged. Declare its reduction: Task(state_reduction={{'{path}': 'sum'}}) (the "
-        "increments of all replicas), 'max', or 'identical' after a reduction in the loss."
+        f"{what}. Integers are never averaged. Declare its reduction: Task(state_reduction={{'{path}': 'max'}}), "
+        f"{added}or 'identical' after a reduction in the loss."
+    )
+
+
+def _not_added(path: str, leaf: Any, factor: float | None) -> str:
+    return (
+        f"Task.state_reduction is sum for model state '{path}' ({describe(leaf)}), and loss_fn multiplies its old "
+        f"value by {factor:.3g}. A sum adds the increments of all replicas, new - old, so the old value must enter "
+        "with factor 1: old + added. Add the parts of all replicas in the loss (sk.psum(x)), and remove the entry."
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.extend.core
+import numpy as np
 
 from spmdkit import compat
 from spmdkit.foundation import jaxprs
@@ -20,15 +21,20 @@ from spmdkit.foundation import jaxprs
 
 class Depends(NamedTuple):
     """Bits of the inputs that a value depends on: `linear` for affine dependence, `other` for any other kind.
-    `retained`: the linear ones that are added unchanged."""
+    `factors`: known factors of inputs, as (bit, factor): every element is the input's times it, plus values of other
+    inputs, plus terms that depend on the replica and are not linear in the input."""
 
     linear: int = 0
     other: int = 0
-    retained: int = 0
+    factors: tuple[tuple[int, float], ...] = ()
 
     @property
     def all(self) -> int:
         return self.linear | self.other
+
+    def factor(self, bit: int) -> float | None:
+        """Returns the factor of an input, or None if it is unknown."""
+        return dict(self.factors).get(bit) if self.all & bit else 0.0
 
 
 _SUMS = ("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "reduce_window_sum", "psum", "psum_invariant", "psum2")
@@ -79,8 +85,40 @@ class Walk:
             if name == "axis_index":
                 return [Depends(0, self.per_replica)] * num
             if name in _REDUCTIONS:
-                given = [Depends(*(bits & ~self.per_replica for bits in depends)) for depends in given]
-        return [_of_operation(name, given)] * num
+                given = [
+                    x._replace(linear=x.linear & ~self.per_replica, other=x.other & ~self.per_replica) for x in given
+                ]
+        constants = [var.val if isinstance(var, jax.extend.core.Literal) else None for var in eqn.invars]
+        return [_of_operation(name, given)._replace(factors=self._factors(name, given, constants))] * num
+
+    def _factors(self, name: str, given: Sequence[Depends], constants: Sequence[Any]) -> tuple[tuple[int, float], ...]:
+        """Returns the known factors of the inputs in the result of an operation.
+
+        Args:
+            constants: the value of each operand that is a literal, otherwise None.
+        """
+        scales = [1.0] * len(given)
+        if name in ("sub", "neg"):
+            scales[-1] = -1.0
+        elif name == "mul" and len(given) == 2:
+            scales = [np.nan if x is None else np.asarray(x).item() for x in reversed(constants)]
+        elif name == "div":
+            scales = [1 / np.asarray(constants[1]).item() if constants[1] else np.nan, np.nan]
+        elif name in ("scatter-add", "scatter_add"):
+            scales[1:] = [np.nan] * len(given[1:])
+        elif name not in ("add", "add_any", *_COPIES, *_CASTS):
+            return ()
+        bits = dict.fromkeys(bit for depends in given for bit, _ in depends.factors)
+        totals = {
+            bit: sum(self._factor(x, bit) * scale for x, scale in zip(given, scales, strict=True) if x.all & bit)
+            for bit in bits
+        }
+        return tuple((bit, total) for bit, total in totals.items() if total == total)
+
+    def _factor(self, depends: Depends, bit: int) -> float:
+        """Returns the factor of an input, NaN if it is unknown."""
+        is_term = depends.other & bit and depends.all & self.per_replica and bit not in dict(depends.factors)
+        return 0.0 if is_term else dict(depends.factors).get(bit, np.nan)
 
     def _covers(self, eqn: Any) -> bool:
         """Returns whether a collective covers all replica axes, or an `axis_index` is over one of them."""
@@ -119,9 +157,11 @@ class Walk:
 
 def retained(body: Any, carry: range) -> list[bool]:
     """Returns whether each carry of a loop body, by its index among the inputs, is added unchanged to its next one."""
-    given = [Depends(1 << i, 0, 1 << i) if i in carry else Depends() for i in range(len(body.invars))]
+    given = [_input(1 << i) if i in carry else Depends() for i in range(len(body.invars))]
     out = Walk(frozenset(), 0).run(body, given)
-    return [bool(depends.retained & 1 << i) for i, depends in zip(carry, out, strict=False)]
+    return [
+        bool(depends.linear & 1 << i) and depends.factor(1 << i) == 1 for i, depends in zip(carry, out, strict=False)
+    ]
 
 
 def dependence(
@@ -134,15 +174,15 @@ def dependence(
         per_replica: the bits of inputs that differ between replicas.
         axes: the replica axes larger than one.
     """
-    return Walk(frozenset(axes), per_replica).run(jaxpr.jaxpr, [Depends(bits, 0, bits) for bits in inputs])
+    return Walk(frozenset(axes), per_replica).run(jaxpr.jaxpr, [_input(bit) for bit in inputs])
+
+
+def _input(bit: int) -> Depends:
+    return Depends(bit, 0, ((bit, 1.0),) if bit else ())
 
 
 def _of_operation(name: str, given: Sequence[Depends]) -> Depends:
     all_bits = _union(depends.all for depends in given)
-    if name in ("add", "add_any", "sub", *_COPIES, *_CASTS):
-        added = given[:1] if name == "sub" else given
-        alone = [d.retained & ~_union(x.all for x in given if x is not d) for d in added]
-        return _either(*given)._replace(retained=_union(alone))
     if name in _LINEAR:
         return _either(*given)
     if name in _PRODUCTS:
@@ -156,9 +196,7 @@ def _of_operation(name: str, given: Sequence[Depends]) -> Depends:
         return _either(*cases, Depends(0, which.all))
     if name.startswith("scatter"):
         operand, indices, *updates = given
-        adds = name in ("scatter-add", "scatter_add")
-        joined = _either(operand, *updates, Depends(0, indices.all))
-        return joined._replace(retained=operand.retained & ~updates[0].all if adds else 0)
+        return _either(operand, *updates, Depends(0, indices.all))
     if name in _OPERAND_FIRST:
         num = _OPERAND_FIRST[name]
         return _either(*given[:num], Depends(0, _union(depends.all for depends in given[num:])))
