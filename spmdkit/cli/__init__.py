@@ -117,13 +117,17 @@ def eval(
 @app.command(epilog="Example: spmdkit layout configs/fsdp.yaml")
 def layout(config: ConfigPath, overrides: Overrides = None) -> None:
     """Show the sharding of each leaf of the train state, what was applied to the step, and why. Allocates nothing."""
+    import dataclasses
+
     from spmdkit.mesh.layout import table
     from spmdkit.mesh.mesh import describe_mesh
     from spmdkit.run.loop import open_on_all_processes
 
     program = open_on_all_processes(*_join(config, overrides))
     print(f"mesh {describe_mesh(program.sizes)}, step compiled in the {program.form} form")
-    echo("\n".join([*table(program.layout), "", program.explain()]))
+    notes = {f"params/{path}": f"; {text}" for path, text in program.leaf_notes.items()}
+    leaves = [dataclasses.replace(leaf, reason=leaf.reason + notes.get(leaf.path, "")) for leaf in program.layout]
+    echo("\n".join([*table(leaves), "", program.explain()]))
 
 
 @app.command(epilog="Example: spmdkit explain configs/fsdp.yaml")

@@ -149,6 +149,10 @@ def _of_config(config: Any) -> Iterator[Problem]:
     for key, wrong, text in (
         ("reducer", not exact, f"keeps or rounds something from step to step, and {why}. Use reducer: sum."),
         *((key, getattr(config, key), looks) for key in ("on_spike", "replica_check", "profile", "budget", "hooks")),
+        *(
+            (key, getattr(config, key), f"applies to the optimizer of one program, and {why}. Remove it.")
+            for key in ("groups", "train_only")
+        ),
         (
             "model_state",
             config.model_state != "global",

@@ -65,8 +65,8 @@ def dotted(path: KeyPath) -> str:
 
 
 def key_path(key: str) -> KeyPath:
-    """Returns the path of a dotted key without list indices: `mesh.data`."""
-    return tuple(key.split("."))
+    """Returns the path of a dotted key: `mesh.data`, `groups.0`."""
+    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
 
 
 def render(found: Sequence[Problem], origin: Origin) -> str:

@@ -34,6 +34,7 @@ def check(config: Settings, folder: Path) -> list[Problem]:
         _choices,
         _remat,
         _learning,
+        _groups,
         _deterministic,
         _without_effect,
         _combinations,
@@ -235,6 +236,26 @@ def _learning(config: Settings) -> Iterator[Problem]:
         yield from optimizer.schedule_problems(config.learning_rate, ("learning_rate",))
     if config.optimizer is not None:
         yield from optimizer.optimizer_problems(config.optimizer, config.learning_rate is not None)
+
+
+def _groups(config: Settings) -> Iterator[Problem]:
+    name = None if config.optimizer is None else str(config.optimizer.get("name"))
+    for i, group in enumerate(config.groups):
+        path: KeyPath = ("groups", i)
+        if not group.changes and group.frozen is None:
+            yield Problem(path, "sets nothing, found only match. Add weight_decay, learning_rate_scale or frozen.")
+        elif group.changes and group.frozen:
+            yield Problem(
+                path, f"is frozen and sets {', '.join(group.changes)}, without an effect. Remove one of them."
+            )
+        if group.weight_decay is not None and name is None:
+            text = "needs an optimizer in the config, found optimizer: null. Try optimizer: {name: adamw, ...}."
+            yield Problem((*path, "weight_decay"), text)
+        if group.changes and name == "lbfgs":
+            yield Problem(path, f"sets {', '.join(group.changes)}; lbfgs searches along one line. Remove the group.")
+        has_rate = config.learning_rate is not None or "learning_rate" in (config.optimizer or {})
+        if group.learning_rate_scale is not None and config.optimizer is not None and not has_rate:
+            yield Problem((*path, "learning_rate_scale"), "needs a learning rate, found none. Set learning_rate.")
 
 
 def _deterministic(config: Settings) -> Iterator[Problem]:

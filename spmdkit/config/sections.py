@@ -213,6 +213,24 @@ class InitFrom(Section):
         return source if "://" in source else str(folder / source)
 
 
+class ParameterGroup(Section):
+    """Settings of the optimizer for some parameters. A parameter may be in several groups that set different keys."""
+
+    match: fields.Pattern = Field(examples=[".*bias"])
+    """Regular expression that matches full paths of parameters."""
+    weight_decay: Annotated[float, Field(ge=0, le=1e8)] | None = None
+    """weight_decay of the optimizer, or add_decayed_weights of one without weight_decay; null: that of `optimizer`."""
+    learning_rate_scale: fields.Positive | None = None
+    """Factor of the learning rate; null: 1."""
+    frozen: fields.Flag | None = None
+    """true: not trained, as in Task(frozen=...); false: must be trained; null: as other settings decide."""
+
+    @property
+    def changes(self) -> dict[str, float]:
+        """The settings of the optimizer."""
+        return self.model_dump(include={"weight_decay", "learning_rate_scale"}, exclude_none=True)
+
+
 class Log(Section):
     """What a run logs."""
 

@@ -82,6 +82,11 @@ class Settings(Section):
     learning_rate: fields.LearningRate | None = None
     """A number, or the name of an optax schedule and its keyword arguments (join_schedules: {schedules, boundaries};
     also log_warmup_schedule and power_schedule; offset: its first step); null: that of the optimizer."""
+    groups: list[sections.ParameterGroup] = Field(default_factory=list)
+    """Settings of the optimizer for parameters that match a pattern."""
+    train_only: Annotated[list[fields.Pattern], Field(min_length=1)] | None = None
+    """Patterns of full paths of the parameters that are trained. All others are frozen: no gradient, no reduction, no
+    optimizer state; null: all are trained."""
     clip_norm: fields.Positive | None = None
     """Maximum global norm of the gradient; null: no clipping."""
     ema: fields.Fraction | None = None

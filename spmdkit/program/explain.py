@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -45,6 +46,7 @@ def explain(task_step: TaskStep, context: Context, refused: str, rows: Sequence[
         ("remat", _remat(task_step, context)),
         *_parts(task_step, context),
         *_roles(task_step, context),
+        *_groups(task_step),
         *_count(context),
         ("reducer", _reducer(task_step, context)),
         *_model_state(task_step, context),
@@ -169,6 +171,16 @@ def _roles(task_step: TaskStep, context: Context) -> Iterator[Line]:
             size = format_bytes(sum(placed[path].num_bytes for path in paths if path in placed))
             more = f" and {len(paths) - LARGEST} more" if len(paths) > LARGEST else ""
             yield role, f"{', '.join(paths[:LARGEST])}{more} ({size}): {text}"
+
+
+def _groups(task_step: TaskStep) -> Iterator[Line]:
+    paths = [p.path.removeprefix("params/") for p in task_step.state.table if p.path.startswith("params/")]
+    for i, group in enumerate(task_step.config.groups):
+        if group.changes:
+            matched = [path for path in paths if re.fullmatch(group.match, path)]
+            more = f" and {len(matched) - LARGEST} more" if len(matched) > LARGEST else ""
+            text = ", ".join(f"{key} {value:g}" for key, value in group.changes.items())
+            yield f"groups[{i}]", f"{', '.join(matched[:LARGEST])}{more}: {text}"
 
 
 def _count(context: Context) -> Iterator[Line]:

@@ -20,6 +20,7 @@ from spmdkit.foundation import plugins, user_code
 from spmdkit.foundation.trees import first_difference
 from spmdkit.mesh.layout import LayoutOptions, follow
 from spmdkit.mesh.mesh import describe_mesh
+from spmdkit.program import parameter_groups
 from spmdkit.program.init_state import make_optimizer, recorded
 from spmdkit.program.state_layout import StateLayout, layout_from_table
 from spmdkit.program.step_context import reducer_of
@@ -108,12 +109,11 @@ def sync_of(config: Config) -> Sync:
 
 def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer of a config and its task, in a delay line if the sync requires it. It updates only the
-    parameters that the task does not declare as frozen or overwritten."""
+    parameters that the task and the config do not declare as frozen or overwritten."""
     optimizer, sync = make_optimizer(config, task), sync_of(config)
     optimizer = optimizer if sync.optimizer is None else recorded(sync.optimizer(optimizer))
-    if not (task.frozen or task.overwritten):
-        return optimizer
-    return for_trained(optimizer, tuple(task.frozen), tuple(task.overwritten))
+    declared = parameter_groups.declared(config, task)
+    return for_trained(optimizer, declared) if declared.patterns else optimizer
 
 
 def check_agreement(groups: Groups, params: Any, name: str) -> Any:

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit.compat.user_mesh import mesh_in_context
-from spmdkit.config import Config, choose_optimizer
+from spmdkit.config import Config
 from spmdkit.data.dtypes import narrow
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.formatting import nearest
@@ -35,11 +35,12 @@ from spmdkit.mesh.annotations import (
 )
 from spmdkit.mesh.layout import logical_axes
 from spmdkit.mesh.mesh import make_mesh, resolve
+from spmdkit.program import parameter_groups
 from spmdkit.program.task import Task, check_arity
 from spmdkit.step import trace_context
 from spmdkit.step.explicit import needs_explicit_axes
 from spmdkit.step.gradient import is_cast
-from spmdkit.step.leaf_roles import declared_role
+from spmdkit.step.leaf_roles import Declared
 from spmdkit.step.state import Initial, Variables
 from spmdkit.step.user_state import UserState, view_of, with_fixed
 
@@ -161,8 +162,8 @@ def with_user_state(task: Task, config: Config, mesh: Mesh | None = None) -> Tas
             "Task.view is 'replica' without axis_name, and init returns a user-defined train state. Its step names "
             "the replicas: pass axis_name='batch', and reduce with lax.pmean(grads, 'batch')."
         )
-    for name in ("optimizer", "clip_norm"):
-        if getattr(config, name) is not None:
+    for name in ("optimizer", "clip_norm", "groups", "train_only"):
+        if getattr(config, name):
             raise ConfigError(
                 f"{name} has no effect: init returns a {type(abstract).__name__}, which holds its own optimizer. "
                 f"Configure it there, or remove {name}."
@@ -206,16 +207,19 @@ def abstract_init(task: Task, config: Config, mesh: Mesh | None = None) -> Abstr
             variables, _ = init(key)
         if variables.opt_state is not None:  # of a step with its own optimizer
             return variables
-        stored = lambda path, x: x if _is_stored(task, path_name(path), x.dtype) else x.astype(config.precision.params)
+        stored = lambda path, x: (
+            x if _is_stored(declared, path_name(path), x.dtype) else x.astype(config.precision.params)
+        )
         return variables._replace(params=jax.tree.map_with_path(stored, variables.params))
 
+    declared = parameter_groups.declared(config, task)
     (shapes, dtypes), context = _traced(init, config, mesh)
     if not jax.tree.leaves(shapes.params):
         raise ConfigError("init returned no arrays. The parameters are a pytree with at least one array.")
     for path, dtype in dtypes.of_leaves:
         which, _, name = path.partition("/")
         if which == "params":
-            if shapes.opt_state is None and not _is_stored(task, name, dtype):
+            if shapes.opt_state is None and not _is_stored(declared, name, dtype):
                 _check_parameter(name, dtype)
         elif dtype == jax.dtypes.float0:
             raise ConfigError(
@@ -230,9 +234,9 @@ def abstract_init(task: Task, config: Config, mesh: Mesh | None = None) -> Abstr
     return AbstractInit(init_as_stored, stored.params, stored.state, annotations, notes)
 
 
-def _is_stored(task: Task, path: str, dtype: Any) -> bool:
+def _is_stored(declared: Declared, path: str, dtype: Any) -> bool:
     """Returns whether a parameter keeps the dtype of `init`: overwritten by its gradient, or frozen and quantized."""
-    role = declared_role(task.frozen, task.overwritten, path)
+    role = declared.role(path)
     quantized = is_narrow(dtype) or jnp.issubdtype(dtype, jnp.integer)
     return role == "overwritten" or (role == "frozen" and quantized)
 
@@ -328,9 +332,7 @@ def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
 
 def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
     """Returns the config's optimizer, or else the task's, preceded by clipping by the true global norm."""
-    optimizer = call_user(
-        lambda: choose_optimizer(config.optimizer, config.learning_rate, task.optimizer, config.where), "Task.optimizer"
-    )
+    optimizer = call_user(lambda: parameter_groups.choose(config, task), "Task.optimizer")
     inner = _reporting(_with_any_extra(optimizer))
     if config.clip_norm is None:
         return inner

@@ -31,7 +31,7 @@ from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import abstract, check_names, named_leaves, replace_leaves
 from spmdkit.foundation.user_code import call_user
 from spmdkit.mesh import mesh
-from spmdkit.program import auto, compile_log, compiler, memory, padding_check, phases
+from spmdkit.program import auto, compile_log, compiler, memory, padding_check, parameter_groups, phases
 from spmdkit.program import groups as program_groups
 from spmdkit.program.choose_lowering import choose_form
 from spmdkit.program.dispatch_limit import most_in_flight
@@ -206,7 +206,8 @@ class Program:
     def _leaf_roles(self, params: Any) -> tuple[leaf_roles.Roles, frozenset[str]]:
         """Returns (roles of the parameters, those with a gradient that the optimizer does not read). Under the default
         step, which uses the gradient for nothing else, the latter are frozen."""
-        roles = leaf_roles.declared_roles(self.task.frozen, self.task.overwritten, params)
+        declared = parameter_groups.declared(self.config, self.task)
+        roles = leaf_roles.declared_roles(declared, params, functools.partial(parameter_groups.where, self.config))
         unread = leaf_roles.unread_gradients(self.optimizer, params, self._abstract_state.opt_state) - roles.keys()
         if self.task.train_step is None and len(unread) + len(roles) < len(named_leaves(params)):
             roles |= dict.fromkeys(sorted(unread), "frozen")
@@ -307,6 +308,11 @@ class Program:
             ones = dict.fromkeys(self.sizes, 1)
             context = context.with_sharding(form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)
         return jax.jit(self._task_step.function(context)).trace(abstract(self.abstract_state), self.abstract_batch)
+
+    @property
+    def leaf_notes(self) -> dict[str, str]:
+        """Path -> what `groups`, `train_only`, `Task.frozen` and `Task.overwritten` set for a parameter."""
+        return parameter_groups.notes(self.config, self._roles, self._variables.params)
 
     @property
     def row_usages(self) -> list[Usage]:

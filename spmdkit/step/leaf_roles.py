@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -39,41 +40,85 @@ def differentiated(params: Any) -> Any:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def declared_role(frozen: Sequence[str], overwritten: Sequence[str], path: str) -> Role | None:
-    """Returns the role that the patterns of the task give a parameter; a pattern matches its full path."""
-    if any(re.fullmatch(pattern, path) for pattern in overwritten):
-        return "overwritten"
-    return "frozen" if any(re.fullmatch(pattern, path) for pattern in frozen) else None
+@dataclass(frozen=True)
+class Declared:
+    """The patterns that give parameters a role; a pattern matches a full path.
+
+    Attributes:
+        choices: (source, pattern, whether the parameters are frozen; None if the source does not decide).
+        overwritten: patterns of overwritten parameters.
+        train_only: patterns of the parameters that are not frozen; empty: all.
+    """
+
+    choices: tuple[tuple[str, str, bool | None], ...] = ()
+    overwritten: tuple[str, ...] = ()
+    train_only: tuple[str, ...] = ()
+
+    def role(self, path: str) -> Role | None:
+        """Returns the role of a parameter."""
+        if any(re.fullmatch(pattern, path) for pattern in self.overwritten):
+            return "overwritten"
+        return "frozen" if any(self.decisions(path).values()) else None
+
+    def decisions(self, path: str) -> dict[str, bool]:
+        """Returns source -> whether it freezes a parameter, for the sources that decide."""
+        found = {
+            source: freezes
+            for source, pattern, freezes in self.choices
+            if freezes is not None and re.fullmatch(pattern, path)
+        }
+        if self.train_only:
+            found["train_only"] = not any(re.fullmatch(pattern, path) for pattern in self.train_only)
+        return found
+
+    @property
+    def patterns(self) -> list[tuple[str, str]]:
+        """All pairs (source, pattern)."""
+        pairs = [(source, pattern) for source, pattern, _ in self.choices]
+        overwritten = [("Task.overwritten", pattern) for pattern in self.overwritten]
+        return [*pairs, *overwritten, *(("train_only", pattern) for pattern in self.train_only)]
 
 
-def declared_roles(frozen: Sequence[str], overwritten: Sequence[str], params: Any) -> dict[str, Role]:
-    """Returns the roles that the task declares.
+def declared_roles(declared: Declared, params: Any, where: Callable[[str], str] = str) -> dict[str, Role]:
+    """Returns the roles of the parameters. `where`: the position of a source in messages.
 
     Raises:
-        ConfigError: a pattern matches no parameter, a parameter has two roles, or none is trained.
+        ConfigError: a pattern matches no parameter, two sources contradict each other, or no parameter is trained.
     """
     paths = [path for path, _ in named_leaves(params)]
-    if (frozen or overwritten) and isinstance(params, optax.LookaheadParams):
+    sources = list(dict.fromkeys(source for source, _ in declared.patterns))
+    if sources and isinstance(params, optax.LookaheadParams):
         raise ConfigError(
-            "Task.frozen and Task.overwritten do not apply to the pair of parameters of optax.lookahead. Keep "
+            f"{' and '.join(map(where, sources))}: not for the pair of parameters of optax.lookahead. Keep "
             "constants in the model state: sk.Variables(params, state)."
         )
-    for name, patterns in (("frozen", frozen), ("overwritten", overwritten)):
-        for pattern in patterns:
-            if not any(re.fullmatch(pattern, path) for path in paths):
-                raise ConfigError(
-                    f"Task.{name}: '{pattern}' matches no parameter. The parameters are {', '.join(paths[:8])}. A "
-                    f"pattern matches a full path.{nearest(pattern, paths)} Fix it, or remove it."
-                )
-    for path in paths:
-        if declared_role(frozen, (), path) and declared_role((), overwritten, path):
+    roles = {path: role for path in paths if (role := declared.role(path)) is not None}
+    for source, pattern in declared.patterns:
+        matched = [path for path in paths if re.fullmatch(pattern, path)]
+        if not matched:
             raise ConfigError(
-                f"parameter '{path}' matches Task.frozen and Task.overwritten. It has one role. Change one pattern."
+                f"{where(source)}: '{pattern}' matches no parameter. The parameters are {', '.join(paths[:8])}. A "
+                f"pattern matches a full path.{nearest(pattern, paths)} Fix it, or remove it."
             )
-    roles = {path: role for path in paths if (role := declared_role(frozen, overwritten, path)) is not None}
+        if (source, pattern, None) in declared.choices and roles.keys() >= {*matched}:
+            raise ConfigError(
+                f"{where(source)}: '{pattern}' matches only parameters that the optimizer does not train, so it has no "
+                "effect. Remove it."
+            )
+    for path in paths:
+        decisions = declared.decisions(path)
+        freezing = [where(source) for source, freezes in decisions.items() if freezes]
+        training = [where(source) for source, freezes in decisions.items() if not freezes]
+        overwriting = ["Task.overwritten"] * (roles.get(path) == "overwritten")
+        if freezing and (other := training + overwriting):
+            what = "overwritten" if overwriting else "trained"
+            raise ConfigError(
+                f"parameter '{path}' is frozen by {freezing[0]} and {what} by {other[-1]}. It has one role. Change one "
+                "pattern."
+            )
     if len(roles) == len(paths):
         raise ConfigError(
-            f"Task.frozen and Task.overwritten match all {len(paths)} parameters. At least one is trained. Remove a "
+            f"{' and '.join(map(where, sources))} match all {len(paths)} parameters. At least one is trained. Remove a "
             "pattern."
         )
     return roles
@@ -125,10 +170,10 @@ def fill(tree: Any, whole: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)  # programs of one optimizer have equal states: it is static in the train state
 def for_trained(
-    optimizer: optax.GradientTransformationExtraArgs, frozen: tuple[str, ...], overwritten: tuple[str, ...]
+    optimizer: optax.GradientTransformationExtraArgs, declared: Declared
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that updates only the parameters without a role, and stores a state only for them."""
-    role_of = functools.partial(declared_role, frozen, overwritten)
+    role_of = declared.role
     kept: Callable[[Any], Any] = lambda tree: select(tree, lambda path: role_of(path) is None, optax.MaskedNode())
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:

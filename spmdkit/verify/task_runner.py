@@ -182,6 +182,7 @@ class TaskRunner:
             "optimizer": None,
             "learning_rate": None,
             "clip_norm": None,
+            "groups": [{"match": x.match, "frozen": x.frozen} for x in self.config.groups if x.frozen is not None],
             "data.drop_remainder": self.config.data.drop_remainder and not setting.short,
         }
         changes |= _without_effect(self.config, setting.mesh)

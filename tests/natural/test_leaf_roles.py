@@ -110,7 +110,7 @@ def test_bad_patterns_are_refused():
         ({"frozen": ["encoder/.*"]}, "'encoder/.*' matches no parameter"),
         ({"frozen": ".*"}, "is a list of patterns"),
         ({"overwritten": ["("]}, "no regular expression"),
-        ({"frozen": [".*"], "overwritten": [PATTERN]}, "matches Task.frozen and Task.overwritten"),
+        ({"frozen": [".*"], "overwritten": [PATTERN]}, "frozen by Task.frozen and overwritten by Task.overwritten"),
         ({"frozen": ["params/.*"], "overwritten": [PATTERN]}, "match all"),
     ]:
         with pytest.raises(ConfigError, match=match):
