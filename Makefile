@@ -33,7 +33,7 @@ quick: $(VENV)/.test lint types
 extras: packages jobs
 
 packages: $(EXTRAS)/.test
-	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m '(tpu or storage or ray) and not slow' --numprocesses 2 --dist loadfile
+	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m '(tpu or storage or ray or streams) and not slow' --numprocesses 2 --dist loadfile
 
 jobs: $(EXTRAS)/.test
 	$(BOUND) 600 $(EXTRAS)/bin/python -m pytest -m engines -k 'numbers_of_a_local_run and not lost' -rs
@@ -134,7 +134,7 @@ $(EXTRAS)/.test: pyproject.toml constraints.txt
 
 # Writes the installed versions to constraints.txt.
 constraints: $(EXTRAS)/.test
-	$(EXTRAS)/bin/python -m pip freeze --exclude-editable | LC_ALL=C sort > constraints.txt
+	$(EXTRAS)/bin/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' | LC_ALL=C sort > constraints.txt
 
 clean:
 	rm -rf $(VENV) $(EXTRAS) build *.egg-info

@@ -50,9 +50,8 @@ from spmdkit.data.stream_reader import (
     check_stream as check_stream,
     first_rows as first_rows,
     open_data as open_data,
-    open_stream as open_stream,
 )
-from spmdkit.data.streams.base import Shard as Shard, Stream as Stream
+from spmdkit.data.streams.base import Shard as Shard, Stream as Stream, open_stream as open_stream
 from spmdkit.data.prefetch import (
     DeviceBatches as DeviceBatches,
     device_batches as device_batches,

@@ -2,7 +2,8 @@
 
 Every example must have the structure, shapes and dtypes of example 0, because a compiled step has fixed shapes.
 `data[i]` must depend on i alone. Training and evaluation together call it from one thread at a time, or with
-`data.threads` above 1 from several threads.
+`data.threads` above 1 from several threads. An object with `__getitems__(indices) -> examples`, such as a dataset of
+Hugging Face or torch, is read by one call per batch.
 
 A grain dataset is indexed with `epoch * len + i`, as in grain: its `random_map` draws new values in each epoch, and a
 resumed run draws the same values.
@@ -10,8 +11,9 @@ resumed run draws the same values.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ class ExampleSource:
         self._access = access
         self._length = _length(data, what)
         self._epoch_stride = self._length if is_grain else 0
+        self._read_all: Callable[[list[int]], Sequence[Any]] | None = getattr(data, "__getitems__", None)
         self._form = ExampleForm(f"{what}[{{}}]", 0, self._read(0, 0, lambda example: example))
 
     def read_by(self, access: ReadPolicy) -> ExampleSource:
@@ -65,6 +68,8 @@ class ExampleSource:
           ConfigError: the structure, shapes or dtypes of an example differ from example 0.
         """
         rows = self._form.empty(len(indices))
+        if self._read_all is not None and self._read_together(rows, indices.tolist()):
+            return self._form.tree(rows)
         previous = -1
         for row, index in enumerate(indices.tolist()):
             if index == previous:
@@ -73,6 +78,15 @@ class ExampleSource:
                 self._read_into(rows, row, index, epoch, batch)
             previous = index
         return self._form.tree(rows)
+
+    def _read_together(self, rows: list[np.ndarray], indices: list[int]) -> bool:
+        """Reads a batch in one call. Returns False if that raised: single reads then name the row."""
+        with contextlib.suppress(Exception):
+            examples = self._access.read(indices[0], lambda: self._read_all(indices))  # type: ignore[misc]
+            for row, (index, example) in enumerate(zip(indices, examples, strict=True)):
+                write_row(rows, row, self._form.leaves(index, example))
+            return True
+        return False
 
     def skipped(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
         """Returns bool[len(indices)], True for rows that `gather` has replaced, or None if no row may be skipped."""

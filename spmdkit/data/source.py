@@ -90,6 +90,9 @@ def open_source(data: Any, what: str = "train_data", access: ReadPolicy | None =
         )
     if isinstance(data, Mapping) and jax.tree_util.all_leaves([data]):
         data = dict(data)  # a mapping that is not a pytree, such as np.load("file.npz"): each value is read once, here
+    datasets = sys.modules.get("datasets")
+    if datasets is not None and isinstance(data, datasets.Dataset) and data.format["type"] is None:
+        data = data.with_format("numpy")  # otherwise rows are lists of Python numbers
     if _is_sequence_of_examples(data):
         return ExampleSource(data, what, is_grain=False, access=access or DEFAULT_POLICY)
     if jax.tree_util.all_leaves([data]):

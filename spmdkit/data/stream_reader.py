@@ -29,7 +29,6 @@ from spmdkit.data.stream_position import pack, unpack
 from spmdkit.data.stream_shards import DEFAULT_SHARDS, check_shards, choose_shards, shards_of
 from spmdkit.data.streams.base import Shard, Stream
 from spmdkit.errors import CheckpointError, ConfigError, SpmdkitError, UserCodeError
-from spmdkit.foundation import plugins
 
 LOOKED_AT = 4
 """Examples that are read before and after a state in `check_stream`."""
@@ -99,7 +98,7 @@ def check_stream(stream: Stream, what: str, seed: int, shards: int | None, batch
     Raises:
         ConfigError: it has no examples, gives other examples when it is opened again, or they have no common form.
     """
-    most = stream.most_shards()
+    most, batched = stream.most_shards(), batched or getattr(stream, "batched", False)
     num = min(shards or DEFAULT_SHARDS, DEFAULT_SHARDS if most is None else most)
     user = functools.partial(_call, what, 0)
     start: Callable[[], Shard] = lambda: user(lambda: stream.open(0, num, seed, 0, None))
@@ -420,14 +419,6 @@ def _close(shards: Sequence[OpenShard]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def open_stream(data: Any) -> Stream | None:
-    """Returns data as a stream; None if no module of `streams` opens them."""
-    if isinstance(data, Stream):
-        return data
-    openers: dict[str, Callable[[Any], Stream | None]] = plugins.load_all("streams")
-    return next((opened for opener in openers.values() if (opened := opener(data)) is not None), None)
 
 
 def open_data(data: Any, what: str) -> Source | CheckedStream:

@@ -5,7 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from spmdkit.data.stream_reader import check_stream, first_rows, open_stream
+from spmdkit.data.stream_reader import check_stream, first_rows
+from spmdkit.data.streams.base import open_stream
 from spmdkit.data.streams.function import stream
 from spmdkit.errors import CheckpointError, ConfigError, UserCodeError
 from tests.support.streams import KINDS, SIZE, Job, batches, counted, exact, example, uneven

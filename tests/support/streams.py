@@ -6,8 +6,9 @@ import numpy as np
 
 from spmdkit.data.schedule import StreamSchedule
 from spmdkit.data.stream_position import merge_positions
-from spmdkit.data.stream_reader import StreamReader, check_stream, open_stream
+from spmdkit.data.stream_reader import StreamReader, check_stream
 from spmdkit.data.stream_shards import places
+from spmdkit.data.streams.base import open_stream
 from spmdkit.data.streams.function import stream
 from spmdkit.step.row_order import RowOrder
 

@@ -5,12 +5,15 @@ A module of this folder defines
     open_stream(data) -> Stream | None     the stream of data of its kind; None for all other data
 
 It imports its library only if the data are of that library (`sys.modules`). Another distribution declares the same
-function as an entry point `spmdkit.streams`.
+function as an entry point `spmdkit.streams`. A stream with an attribute `batched = True` always yields chunks of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
+
+from spmdkit.foundation import plugins
 
 State = Any
 """The state of an iterator: JSON values, bytes, numpy arrays, tuples, dicts. Never a pickle."""
@@ -38,3 +41,11 @@ class Stream(Protocol):
 
     def open(self, shard: int, num_shards: int, seed: int, epoch: int, state: State | None) -> Shard:
         """Returns a shard, at its first example in `epoch` or where `state` was taken."""
+
+
+def open_stream(data: Any) -> Stream | None:
+    """Returns data as a stream; None if no module of this folder opens them."""
+    if isinstance(data, Stream):
+        return data
+    openers: dict[str, Callable[[Any], Stream | None]] = plugins.load_all("streams")
+    return next((opened for opener in openers.values() if (opened := opener(data)) is not None), None)

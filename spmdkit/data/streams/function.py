@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmdkit.data.streams.base import Shard, State
+from spmdkit.data.streams.base import open_stream as open_any
 
 METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 """Names of the methods that return and restore a position, in the order in which they are looked for."""
@@ -29,7 +30,10 @@ class StreamFunction:
         """Returns what the function returns as a shard. Each epoch has a different seed; that of epoch 0 is `seed`."""
         if epoch:
             seed = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
-        return IteratorShard(self._function(shard, num_shards, seed), state)
+        opened = self._function(shard, num_shards, seed)
+        # A library's object has traps that its module knows. `shard` is already one part of the data.
+        stream = None if isinstance(opened, StreamFunction) else open_any(opened)
+        return IteratorShard(opened, state) if stream is None else stream.open(0, 1, seed, 0, state)
 
 
 class IteratorShard:

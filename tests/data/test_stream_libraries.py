@@ -1,0 +1,121 @@
+"""Each library's data: the same batches on any number of processes, and after a restart."""
+
+import random
+
+import numpy as np
+import pytest
+
+from spmdkit.data.source import open_source
+from spmdkit.data.stream_reader import check_stream
+from spmdkit.data.streams.base import open_stream
+from spmdkit.errors import CheckpointError, ConfigError, UserCodeError
+from tests.support.libraries import LIBRARIES, NUM, grain_map, interleaved, loader
+from tests.support.streams import SIZE, Job, batches
+
+STEPS = 12
+pytestmark = [
+    pytest.mark.streams,
+    # torchdata 0.11 on torch 2.13; a dataset of Hugging Face that is only counted
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+]
+
+
+def made(kind, folder, monkeypatch):
+    """Returns (data, whether exact, number of shards) of a kind, or skips the test."""
+    package, make, exact, sharded = LIBRARIES[kind]
+    module = pytest.importorskip(package)
+    if package == "datasets":
+        monkeypatch.setattr(module.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+    return make(folder), exact, 8 if sharded else None
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_a_library_is_read_on_any_processes_and_continues(kind, tmp_path, monkeypatch):
+    data, exact, shards = made(kind, tmp_path, monkeypatch)
+    assert check_stream(open_stream(data), "train_data", 11, shards, False).exact == exact
+    one = batches(data, STEPS, shards=shards)
+    assert len(np.unique(one)) > NUM * 0.6 and one.max() < NUM
+    stops = [0, *sorted(random.Random(1).sample(range(1, STEPS), 3)), STEPS]
+    found, at = [], None
+    for processes, start, stop in zip((4, 2, 1, 4), stops, stops[1:], strict=False):
+        job = Job(data, processes=processes, start=start, at=at, shards=shards)
+        found += [job.step()[1] for _ in range(start, stop)]
+        job.step()  # read ahead: in no position
+        at = job.position(stop)
+        job.close()
+    np.testing.assert_array_equal(np.stack(found), one)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LIBRARIES if "mix" not in kind and "interleaved" not in kind])
+def test_an_epoch_has_each_example_once(kind, tmp_path, monkeypatch):
+    data, _, shards = made(kind, tmp_path, monkeypatch)
+    job = Job(data, shards=shards, repeat=False)
+    steps = [job.step() for _ in range(NUM // SIZE)]
+    ids = np.concatenate([rows[mask] for _, rows, mask in steps])
+    job.close()
+    assert len(ids) == len(set(ids)) == (NUM * 4 // 5 if "filter" in kind else NUM)
+
+
+def test_a_torch_loop_and_later_epochs():
+    torch = pytest.importorskip("torchdata") and pytest.importorskip("torch")
+    for kind in ("torch", "torchdata"):
+        data = loader(kind, batch_size=32, shuffle=True)
+        stream = open_stream(data)
+        first = np.stack([next(shard)["id"] for shard in [stream.open(0, 1, 3, 0, None)] for _ in range(10)])
+        later = np.stack([next(shard)["id"] for shard in [stream.open(0, 1, 3, 1, None)] for _ in range(10)])
+        np.testing.assert_array_equal(first, np.stack([batch["id"] for batch in data]))
+        assert (first != later).any() and set(first.ravel()) == set(later.ravel())
+    with pytest.raises(ConfigError, match=r"shuffles without a generator.*manual_seed"):
+        open_stream(torch.utils.data.DataLoader([1, 2], shuffle=True))
+    shard = stream.open(0, 1, 3, 0, None)
+    next(shard)
+    with pytest.raises(CheckpointError, match=r"that of 3 worker processes, .* num_workers=0"):
+        stream.open(0, 1, 3, 0, {**shard.state(), "num_workers": 3})
+
+
+def test_interleaved_data_are_not_sharded(tmp_path):
+    pytest.importorskip("datasets")
+    with pytest.raises(ConfigError, match=r"can be opened as at most 1"):
+        Job(interleaved(tmp_path), shards=8)
+
+
+def test_a_map_style_dataset_is_one_call_per_batch(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"id": list(range(NUM)), "x": [[float(i)] * 3 for i in range(NUM)]})
+    calls, plain = [], type(data).__getitems__
+    monkeypatch.setattr(type(data), "__getitems__", lambda self, keys: calls.append(keys) or plain(self, keys))
+    rows = open_source(data).gather(np.array([7, 3, 3, 319]))
+    np.testing.assert_array_equal(rows["id"], np.array([7, 3, 3, 319], np.int32))
+    np.testing.assert_array_equal(rows["x"][:, 0], np.array([7, 3, 3, 319], np.float32))
+    assert calls == [[7, 3, 3, 319]]
+
+
+def test_grain_maps_are_indexed():
+    import grain
+
+    first, other = grain_map(), grain_map().map(lambda row: {**row, "id": row["id"] + np.int32(NUM)})
+    for data in (grain.MapDataset.mix([first, other], weights=[0.5, 0.5]), first.seed(3).random_map(noise)):
+        source = open_source(data)
+        assert open_stream(data) is None
+        indices = np.random.default_rng(0).permutation(len(source))[:9]
+        rows = source.gather(indices, epoch=1)
+        np.testing.assert_array_equal(rows["id"], [data[len(source) + int(i)]["id"] for i in indices])
+        np.testing.assert_array_equal(rows["x"], source.gather(indices, epoch=1)["x"])
+
+
+def noise(row, rng):
+    return {**row, "x": row["x"] + rng.normal(size=3).astype(np.float32)}
+
+
+def test_rows_of_getitems_that_raise_are_named():
+    class Rows(list):
+        def __getitems__(self, keys):
+            return [self[key] for key in keys]
+
+        def __getitem__(self, i):
+            return np.float32(i) if i != 3 else 1 / 0
+
+    source = open_source(Rows(range(5)))
+    np.testing.assert_array_equal(source.gather(np.array([4, 0])), np.float32([4, 0]))
+    with pytest.raises(UserCodeError, match=r"train_data\[3\] raised ZeroDivisionError"):
+        source.gather(np.array([4, 3]))

@@ -1,0 +1,115 @@
+"""The same examples as data of each library: name -> (package, function that returns the data, exact, any number of
+shards). `folder` has the files of `write_files`."""
+
+import numpy as np
+
+from spmdkit.data.streams.function import stream
+from tests.support.streams import example
+
+NUM, FILES = 320, 8
+
+
+def numbered(i):
+    """The example i, as a numpy integer and an array."""
+    return {**example(0), "id": np.int32(i), "x": example(int(i))["x"]}
+
+
+def table(ids):
+    import pyarrow as pa
+
+    ids = np.asarray(ids, np.int32)
+    x = np.stack([example(int(i))["x"] for i in ids])
+    return pa.table({"id": ids, "x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 3)})
+
+
+def write_files(folder):
+    """Writes eight Parquet files of four row groups, and returns their names."""
+    import pyarrow.parquet as pq
+
+    names = [f"{folder}/{i}.parquet" for i in range(FILES)]
+    for name, ids in zip(names, np.split(np.arange(NUM), FILES), strict=True):
+        pq.write_table(table(ids), name, row_group_size=10)
+    return names
+
+
+def hugging_face(folder, files=FILES):
+    import datasets
+
+    datasets.disable_progress_bars()
+    names = write_files(folder)[:files]
+    return datasets.load_dataset("parquet", data_files=names, split="train", streaming=True, cache_dir=f"{folder}/hf")
+
+
+def mapped(folder):
+    return hugging_face(folder).map(lambda row: {**row, "id": row["id"] + 0}).filter(lambda row: row["id"] % 5 > 0)
+
+
+def interleaved(folder):
+    import datasets
+
+    data = hugging_face(folder)
+    return datasets.interleave_datasets([data, data.skip(30)], probabilities=[0.7, 0.3], seed=3)
+
+
+def loader(kind, **options):
+    import torch
+    from torch.utils.data import DataLoader
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    generator = torch.Generator().manual_seed(5)
+    of_kind = StatefulDataLoader if kind == "torchdata" else DataLoader
+    return of_kind([numbered(i) for i in range(NUM)], generator=generator, **options)
+
+
+@stream
+def sharded_loader(shard, num_shards, seed):
+    import torch
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    rows = [numbered(i) for i in range(shard, NUM, num_shards)]
+    generator = torch.Generator().manual_seed(seed + shard)
+    return StatefulDataLoader(rows, batch_size=None, shuffle=True, generator=generator)
+
+
+@stream
+def sharded_buffers(shard, num_shards, seed):
+    import datasets
+
+    ids = list(range(shard, NUM, num_shards))
+    rows = datasets.Dataset.from_dict({"id": ids, "x": [example(i)["x"] for i in ids]})
+    return rows.to_iterable_dataset().shuffle(seed=seed, buffer_size=16)
+
+
+def grain_map():
+    import grain
+
+    return grain.MapDataset.source(range(NUM)).shuffle(seed=7).map(numbered)
+
+
+def grain_rows(epochs=1):
+    import grain
+
+    return grain_map().repeat(epochs).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+
+
+def grain_mix():
+    import grain
+
+    other = grain_rows(None).map(lambda row: {**row})
+    return grain.IterDataset.mix([grain_rows(None).filter(lambda row: row["id"] % 3 > 0), other], weights=[0.7, 0.3])
+
+
+LIBRARIES = {
+    "hf": ("datasets", hugging_face, True, True),
+    "hf, map and filter": ("datasets", mapped, True, True),
+    "hf, arrow": ("datasets", lambda folder: hugging_face(folder).with_format("arrow"), True, True),
+    "hf, shuffle": ("datasets", lambda folder: hugging_face(folder).shuffle(seed=5, buffer_size=20), False, True),
+    "hf, interleaved": ("datasets", interleaved, True, False),
+    "hf, shuffle in a function": ("datasets", lambda folder: sharded_buffers, False, True),
+    "torch": ("torchdata", lambda folder: loader("torch", batch_size=6, shuffle=True), False, False),
+    "torchdata": ("torchdata", lambda folder: loader("torchdata", batch_size=6, shuffle=True), True, False),
+    "torchdata in a function": ("torchdata", lambda folder: sharded_loader, True, True),
+    "grain": ("grain", lambda folder: grain_rows(), True, True),
+    "grain, batch": ("grain", lambda folder: grain_rows().batch(7), True, True),
+    "grain, mix and filter": ("grain", lambda folder: grain_mix(), True, True),
+}
