@@ -92,6 +92,10 @@ def eval(
     initial: Annotated[
         bool, typer.Option("--initial", help="Evaluate the state before step 1, of init_from or init.")
     ] = False,
+    set_: Annotated[
+        str | None,
+        typer.Option("--set", metavar="NAME", help="Evaluate one of several sets; default: all.", show_default=False),
+    ] = None,
     json_: AsJson = False,
 ) -> None:
     """Evaluate the newest checkpoint of a config's run, the best one, that of a step, or the state before step 1."""
@@ -102,7 +106,7 @@ def eval(
     if len(flags) > 1:
         raise ConfigError(f"eval has {' and '.join(flags)}. Each selects a state. Omit one.")
     loaded, cluster = _join(config, overrides)
-    step, values = run(loaded, cluster, step=step, best=best, initial=initial)
+    step, values = run(loaded, cluster, step=step, best=best, initial=initial, name=set_)
     if cluster.is_main:
         plain = {name: x if isinstance(x, float) else x.tolist() for name, x in values.items()}  # arrays of sk.bincount
         if json_:

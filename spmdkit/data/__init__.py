@@ -6,6 +6,7 @@ Input: data of a task (arrays, examples, grain datasets) and the config's `data`
     Schedule, eval_schedule    step -> the indices of its batch; pure arithmetic        schedule.py, permutation.py
     ReadPolicy, SkippedRows    how a user's examples are read, and which are skipped    row_errors.py
     per_process, ProcessRows   different data on each process                           per_process.py, schedule.py
+    evaluation_sets            several evaluation sets                                  evaluation_sets.py
     HostBatch                  the rows of one step on this process                     source.py
     host_batches               this process's rows as numpy arrays, from any step on    prefetch.py, grain_reader.py
     device_batches             the same, on the devices, with the wait measured         prefetch.py
@@ -27,6 +28,7 @@ methods, `most_shards` and `open`; the `Shard` that `open` returns has `__next__
 `IteratorShard` (streams/function.py) is such a shard of any iterator.
 """
 
+from spmdkit.data.evaluation_sets import EvaluationSets as EvaluationSets, evaluation_sets as evaluation_sets
 from spmdkit.data.per_process import PerProcess as PerProcess, per_process as per_process, shares as shares
 from spmdkit.data.row_errors import ReadPolicy as ReadPolicy, SkippedRows as SkippedRows
 from spmdkit.data.schedule import (

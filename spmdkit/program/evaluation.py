@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,8 +38,56 @@ from spmdkit.step.step import Batch
 
 
 class Evaluator:
-    """The evaluation of one program: traced when created, compiled when called. `names`: the scalar metrics; `note`: a
-    note for the user, or None."""
+    """The evaluation of all sets of one program: traced when created, compiled when called. Sets with batches of equal
+    shapes share a compiled program.
+
+    Attributes:
+        names: the scalar metrics, with the name of a set as `NAME/`.
+        note: a note for the user, or None.
+    """
+
+    def __init__(self, feeds: Mapping[str, Feed], make: Callable[[Feed], SetEvaluator]):
+        self._feeds, self._of, of_shape = feeds, dict[str, SetEvaluator](), dict[Any, SetEvaluator]()
+        for name, feed in feeds.items():
+            key = str(feed.abstract()), feed.ends
+            self._of[name] = of_shape.get(key) or of_shape.setdefault(key, make(feed))
+        self._first = next(iter(self._of.values()))
+        self.note, self.row_usages = self._first.note, self._first.row_usages
+        self.names = tuple(_named(name, metric) for name, one in self._of.items() for metric in one.names)
+
+    @property
+    def lowered(self) -> dict[str, jax.stages.Lowered]:
+        """The name of a set -> the evaluation of one of its batches, as passed to the compiler."""
+        return {name: one.lowered for name, one in self._of.items()}
+
+    def __call__(self, state: TrainState, name: str | None = None) -> dict[str, Any]:
+        """Returns the metrics over all sets, or one of them: numbers, and arrays of `sk.bincount`. Waits for the
+        device.
+
+        Raises:
+            ConfigError: padding rows of a short batch would count, checked at the first; or no such set.
+        """
+        if name is not None and name not in self._of:
+            sets = ", ".join(filter(None, self._of))
+            raise ConfigError(
+                f"eval_data has no set {name}: "
+                + (f"it has {sets}.{nearest(name, sets.split(', '))} Use one of them." if sets else "it is one set. ")
+                + ("" if sets else "Evaluate all of it, or pass Task(eval_data={NAME: data, ...}).")
+            )
+        chosen = self._of if name is None else {name: self._of[name]}
+        return {
+            _named(name, metric): value
+            for name, one in chosen.items()
+            for metric, value in one(state, self._feeds[name]).items()
+        }
+
+
+def _named(name: str, metric: str) -> str:
+    return f"{name}/{metric}" if name else metric
+
+
+class SetEvaluator:
+    """The evaluation of sets with batches of equal shapes. `feed`: the batches of one of them."""
 
     def __init__(
         self,
@@ -54,7 +102,7 @@ class Evaluator:
         compile: Callable[[jax.stages.Lowered], jax.stages.Compiled],
         probe_padding: bool = True,
     ):
-        self._feed, self._probe = feed, probe_padding
+        self._probe = probe_padding
         self._what = "eval_fn" if task.eval_fn else "loss_fn in evaluation"
         stateful = abstract_state.model_state is not None
         groups = context.sharding.state_groups
@@ -118,32 +166,28 @@ class Evaluator:
     def _compiled(self) -> jax.stages.Compiled:
         return self._compile(self.__dict__.pop("lowered", None) or self._lower())
 
-    def __call__(self, state: TrainState) -> dict[str, Any]:
-        """Returns the metrics over the full set: numbers, and arrays of `sk.bincount`. Waits for the device.
-
-        Raises:
-            ConfigError: padding rows of the last batch would count; checked at the first batch of the first call.
-        """
+    def __call__(self, state: TrainState, feed: Feed) -> dict[str, Any]:
+        """Returns the metrics over the full set of `feed`."""
         empty = empty_parts(self._totals, np.full)
         carried = zeros = jax.device_put(empty, self._whole)
         totals = empty[1]
-        with self._feed.stream(1, self._feed.num_batches) as batches:
+        with feed.stream(1, feed.num_batches) as batches:
             while True:
                 with phase.during(phase.EVALUATION, phase.READING):
                     if (item := next(batches, None)) is None:
                         break
                 number, batch, _ = item
                 if batch.mask is not None and self._probe:
-                    self._check_padding(functools.partial(self._compiled, zeros, state), batch)
+                    self._check_padding(functools.partial(self._compiled, zeros, state), batch, feed)
                     self._probe = False
                 # Several processes with several CPU devices deadlock with much work in flight. So wait each time.
                 carried = self._compiled(carried, state, batch)
-                if self._feed.is_empty(number) and int(carried[0]) < number:  # a stream has ended on all processes
+                if feed.is_empty(number) and int(carried[0]) < number:  # a stream has ended on all processes
                     break
                 totals = add_on_host(totals, carried[1])
         return {name: _value(metric) for name, metric in totals.items()}
 
-    def _check_padding(self, run: Callable[[Batch], Any], batch: Batch) -> None:
+    def _check_padding(self, run: Callable[[Batch], Any], batch: Batch, feed: Feed) -> None:
         def by_kind(batch: Batch) -> dict[str, Any]:
             _, sums = run(batch)
             means = {name: m for name, m in sums.items() if isinstance(m, Mean)}
@@ -153,9 +197,8 @@ class Evaluator:
                 "the value of metric": _values({name: m for name, m in sums.items() if name not in means}),
             }
 
-        if effects := padding_check.changes(by_kind, batch, self._feed.grid, self._whole):
-            schedule = self._feed.schedule
-            raise padding_check.refused_evaluation(effects, self._what, schedule.num_examples, schedule.batch_size)
+        if effects := padding_check.changes(by_kind, batch, feed.grid, self._whole):
+            raise padding_check.refused_evaluation(effects, self._what, feed.schedule)
 
 
 def _values(metrics: dict[str, Metric]) -> dict[str, Any]:

@@ -19,15 +19,15 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import check_names
 from spmdkit.mesh import mesh
-from spmdkit.program.task import Task
+from spmdkit.program.task import Task, set_name
 from spmdkit.step.step import Batch
 
 
 class Feeds(NamedTuple):
-    """The batches of training, and of the evaluation (None if the task has no data for it)."""
+    """The batches of training, and of each evaluation set; the name of a single set is ""."""
 
     train: Feed
-    eval: Feed | None
+    eval: dict[str, Feed]
 
 
 def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -> Feeds:
@@ -74,28 +74,26 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
             raise ConfigError(
                 "eval.every_steps has no effect: the task has no eval_data. Remove it, or pass Task(eval_data=...)."
             )
-        return Feeds(train, None)
+        return Feeds(train, {})
     ledger = data.SkippedRows(what="eval_data")  # an evaluation uses all its rows
-    source, size = _opened(task.eval_data, "eval_data", access(ledger)), config.eval.batch_size or config.batch_size
-    is_stream, batch_shards = isinstance(source, data.CheckedStream), mesh.count(sizes, mesh.BATCH_AXES)
-    num = None if is_stream else sum(getattr(task.eval_data, "lengths", ())) or len(source)
-    size = eval_batch_size(size, num, batch_shards)
-    num_shards = None
-    if num is None:
-        schedule = data.StreamSchedule(size, "eval_data", always_full=False)
-        num_shards = options.shards if options.shards and size % options.shards == 0 else None
-    else:
-        schedule = data.eval_schedule(num, size, shares=process_shares(task.eval_data, size, 1, "eval_data"))
-    evaluation = feed(
-        source,
-        schedule,
-        microbatches=1,
-        padded=not schedule.always_full,
-        skipped_rows=ledger,
-        shards=num_shards,
-        most_batches=config.eval.batches,
-    )
-    return Feeds(train, evaluation)
+    sets = task.eval_data if isinstance(task.eval_data, data.EvaluationSets) else {"": task.eval_data}
+    opened, padded = dict[str, Any](), False
+    for name, given in sets.items():
+        what = set_name(name) if name else "eval_data"
+        source, size = _opened(given, what, access(ledger)), config.eval.batch_size or config.batch_size
+        is_stream, batch_shards = isinstance(source, data.CheckedStream), mesh.count(sizes, mesh.BATCH_AXES)
+        num = None if is_stream else sum(getattr(given, "lengths", ())) or len(source)
+        size = eval_batch_size(size, num, batch_shards)
+        num_shards = None
+        if num is None:
+            schedule = data.StreamSchedule(size, what, always_full=False)
+            num_shards = options.shards if options.shards and size % options.shards == 0 else None
+        else:
+            schedule = data.eval_schedule(num, size, what, process_shares(given, size, 1, what))
+        opened[name] = functools.partial(feed, source, schedule, shards=num_shards)
+        padded = padded or not schedule.always_full
+    settings = {"microbatches": 1, "padded": padded, "skipped_rows": ledger, "most_batches": config.eval.batches}
+    return Feeds(train, {name: open_feed(**settings) for name, open_feed in opened.items()})
 
 
 def with_streams(task: Task, config: Config) -> Task:
@@ -104,17 +102,25 @@ def with_streams(task: Task, config: Config) -> Task:
     Raises:
         ConfigError: a stream gives other examples when it is opened again, or is per-process.
     """
-    checked = dict[str, Any]()
-    for name in ("train_data", "eval_data"):
-        given = getattr(task, name)
-        if isinstance(given, data.PerProcess) and data.open_stream(given.source) is not None:
-            raise ConfigError(
-                f"{name} is sk.per_process of a stream. A stream is read as shards, and each process reads those "
-                f"of its rows. Pass the stream itself: Task({name}=stream)."
-            )
-        if not isinstance(given, data.CheckedStream) and (opened := data.open_stream(given)) is not None:
-            checked[name] = data.check_stream(opened, name, config.seed, config.data.shards, config.data.batched)
-    return dataclasses.replace(task, **checked) if checked else task
+    opened = {name: _checked(x, name, config) for name, x in task.named_data().items()}
+    task = task.with_data(opened)
+    if isinstance(task.eval_data, Mapping) and not isinstance(task.eval_data, data.EvaluationSets):
+        values = {name: _checked(x, set_name(name), config) for name, x in task.eval_data.items()}
+        sets = data.evaluation_sets(values, task.train_data)
+        task = dataclasses.replace(task, eval_data=sets) if isinstance(sets, data.EvaluationSets) else task
+    return task
+
+
+def _checked(given: Any, name: str, config: Config) -> Any:
+    """Returns a stream opened and checked; other data are unchanged."""
+    if isinstance(given, data.PerProcess) and data.open_stream(given.source) is not None:
+        raise ConfigError(
+            f"{name} is sk.per_process of a stream. A stream is read as shards, and each process reads those "
+            f"of its rows. Pass the stream itself: Task({name.partition('[')[0]}=stream)."
+        )
+    if isinstance(given, data.CheckedStream) or (opened := data.open_stream(given)) is None:
+        return given
+    return data.check_stream(opened, name, config.seed, config.data.shards, config.data.batched)
 
 
 def _opened(given: Any, what: str, access: data.ReadPolicy) -> Any:
@@ -124,7 +130,7 @@ def _opened(given: Any, what: str, access: data.ReadPolicy) -> Any:
 def check_used(config: Config, task: Task) -> None:
     """Raises ConfigError for a setting of `data` that the task's kinds of data do not use."""
     options, defaults = config.data, type(config.data)()
-    kinds = {isinstance(x, data.CheckedStream) for x in (task.train_data, task.eval_data) if x is not None}
+    kinds = {isinstance(x, data.CheckedStream) for x in task.named_data().values()}
     trains_on_stream = isinstance(task.train_data, data.CheckedStream)
     only_indexed = [*(["shards", "repeat"] * (not trains_on_stream)), *(["batched"] * (True not in kinds))]
     only_streams = ["shuffle", "drop_remainder", "max_bad_examples"] * trains_on_stream
@@ -152,9 +158,8 @@ def check_rows(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int], f
         ConfigError: several processes hold these rows, so that one global array would have several contents.
     """
     notes = []
-    for name, feed in (("train_data", feeds.train), ("eval_data", feeds.eval)):
-        if feed is None:
-            continue
+    for feed in (feeds.train, *feeds.eval.values()):
+        name = feed.schedule.what
         if isinstance(feed.source, data.CheckedStream):
             if name == "train_data" and not feed.source.exact:
                 notes.append(

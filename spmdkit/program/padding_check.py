@@ -26,6 +26,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from spmdkit.communication.reducers.base import METRIC_PREFIX
+from spmdkit.data import BatchSchedule
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import common_dtype, named_leaves
 from spmdkit.step.step import Batch
@@ -208,12 +209,13 @@ def refused_step(found: list[PaddingEffect], what: str, ends: bool) -> ConfigErr
     return _refused(found, f"data.{key} is false, and in {what}", f"set data.{key}: {full}")
 
 
-def refused_evaluation(found: list[PaddingEffect], what: str, num_examples: int | None, batch_size: int) -> ConfigError:
+def refused_evaluation(found: list[PaddingEffect], what: str, schedule: BatchSchedule) -> ConfigError:
     """Returns the error of an evaluation in which padding rows count. `what`: the name of the function."""
+    name, num_examples, batch_size = schedule.what, schedule.num_examples, schedule.batch_size
     if num_examples is None:
-        where = f"eval_data is a stream, its last batch of {batch_size} is padded, and in {what}"
+        where = f"{name} is a stream, its last batch of {batch_size} is padded, and in {what}"
         return _refused(found, where, "an eval.batch_size that divides its number of examples")
-    where = f"eval_data has {num_examples} examples, in batches of {batch_size} the last one is padded, and in {what}"
+    where = f"{name} has {num_examples} examples, in batches of {batch_size} the last one is padded, and in {what}"
     return _refused(found, where, f"an eval.batch_size that divides {num_examples}")
 
 

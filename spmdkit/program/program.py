@@ -36,7 +36,7 @@ from spmdkit.program import groups as program_groups
 from spmdkit.program.choose_lowering import choose_form
 from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.eval_params import eval_params_of
-from spmdkit.program.evaluation import Evaluator, check_best
+from spmdkit.program.evaluation import Evaluator, SetEvaluator, check_best
 from spmdkit.program.explain import explain
 from spmdkit.program.feeds import Feeds, check_rows, limited, open_feeds, with_streams
 from spmdkit.program.init_from import InitFrom
@@ -122,11 +122,11 @@ class Program:
                 self.groups, self._single, abstract_params, self.mesh, self.sizes, plugins.split(config.sync)[0]
             )
         self._open_data()
-        feeds = Feeds(self.feed, self._eval_feed)
+        feeds = Feeds(self.feed, self._eval_feeds)
         self.notes += check_rows(config, task, self.mesh, self.sizes, feeds)
         self._choose_form()
         trained = [self.abstract_batch] if self._step_context.usage.has_called("value_and_grad") else []
-        evaluated = [self._eval_feed.abstract()] if self._eval_feed is not None else []
+        evaluated = [feed.abstract() for feed in self._eval_feeds.values()]
         self.notes += input_notes(config, [batch.examples for batch in (*trained, *evaluated)])
         if self.has_eval:  # traced now: otherwise a mistake would end a run at its first evaluation
             if self.evaluator.note:
@@ -182,10 +182,10 @@ class Program:
         return state.replace(reducer=zeros)
 
     def _open_data(self) -> None:
-        self.feed, self._eval_feed = open_feeds(self.config, self.task, self.mesh, self.sizes)
+        self.feed, self._eval_feeds = open_feeds(self.config, self.task, self.mesh, self.sizes)
         self.schedule = self.feed.schedule
         self.abstract_batch, self.limit = limited(self.config, self.feed.abstract(), self.mesh)
-        self.skipped_rows = [feed.skipped_rows for feed in (self.feed, self._eval_feed) if feed is not None]
+        self.skipped_rows = [feed.skipped_rows for feed in (self.feed, *list(self._eval_feeds.values())[:1])]
 
     # ---- the step
 
@@ -525,20 +525,20 @@ class Program:
     @property
     def has_eval(self) -> bool:
         """Whether the task has evaluation data."""
-        return self._eval_feed is not None
+        return bool(self._eval_feeds)
 
     @functools.cached_property
     def evaluator(self) -> Evaluator:
         """The compiled evaluation; raises ConfigError if the task has no data for it, or its function does not return
         means."""
-        if self._eval_feed is None:
+        if not self._eval_feeds:
             raise ConfigError("evaluation needs data: the task has no eval_data. Pass Task(eval_data=...).")
         context = self._step_context
         if self.groups is not None:  # over all replicas, in the form that binds the names of their axes
             context = context.with_sharding(sizes=self.sizes, form="mapped")
-        return Evaluator(
+        make = lambda feed: SetEvaluator(
             self.task,
-            self._eval_feed,
+            feed,
             context,
             self.abstract_state,
             params_of=self._params_to_evaluate,
@@ -547,6 +547,7 @@ class Program:
             compile=self._compile,
             probe_padding=self.probe_padding,
         )
+        return Evaluator(self._eval_feeds, make)
 
     def _params_to_evaluate(self, current: TrainState) -> Any:
         """Returns the parameters to evaluate, of one copy of the state on the devices."""
@@ -572,11 +573,11 @@ class Program:
         return self._compiled_eval_params(current)
 
     @ignores_user_settings
-    def eval(self, current: TrainState) -> dict[str, Any]:
+    def eval(self, current: TrainState, name: str | None = None) -> dict[str, Any]:
         """Returns the metrics over the full evaluation set, of any size: numbers, and arrays of `sk.bincount`. Waits
-        for the device."""
+        for the device. `name`: one of several sets; None: all."""
         check_not_donated(current, "program.eval")
-        return self.evaluator(current)
+        return self.evaluator(current, name)
 
     @functools.cached_property
     def _finite(self) -> Any:

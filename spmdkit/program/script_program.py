@@ -179,7 +179,7 @@ class ScriptProgram(Program):
         self.form, self.zero, self.microbatches = "plain", 3, 1
         self.notes, self.compile_log, self.checks = [], [], StepChecks(None, None)
         self.may_be_donated, self.groups, self.limit = False, None, None
-        self._eval_feed, self._eval_params, self._state_groups = None, None, None
+        self._eval_feeds, self._eval_params, self._state_groups = dict[str, Any](), None, None
         self.skipped_rows = [data.SkippedRows(0)]
         self.schedule = data.Schedule(MAX_STEPS, 1, shuffle=False, what="the script's data")
         self.feed: Any = SimpleNamespace(

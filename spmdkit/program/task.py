@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import optax
 
 from spmdkit import compat
+from spmdkit.data.evaluation_sets import EvaluationSets
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins, user_code
 from spmdkit.foundation.formatting import nearest
@@ -41,7 +42,8 @@ class Task:
             the function receives the config's `learning_rate`.
         train_data: a mapping (or any pytree) of arrays with equal first dim, a random-access source, a grain
             MapDataset, or a stream (`@sk.stream`).
-        eval_data: the same types; all examples are evaluated, for any number of them.
+        eval_data: the same types; all examples are evaluated, for any number of them. A mapping of values that each
+            have the structure of `train_data` is several sets: `{"clean": a, "hard": b}` gives `clean/loss`.
         eval_fn: `eval_fn(params, batch) -> {name: sk.mean(...)}`, with model state `eval_fn(params, state, batch)`;
             default: `loss_fn` with `key=None`.
         eval_params: `eval_params(state) -> params`, the parameters that are evaluated and exported, for an optimizer
@@ -141,6 +143,19 @@ class Task:
                     f"{', '.join(KINDS)}.{nearest(str(kind), KINDS)} Write for example {{'seen': 'sum'}}."
                 )
 
+    def named_data(self) -> dict[str, Any]:
+        """Returns the data by name: `train_data`, and `eval_data` or each of several sets."""
+        sets = self.eval_data if isinstance(self.eval_data, EvaluationSets) else None
+        evaluated = {"eval_data": self.eval_data} if sets is None else {set_name(name): x for name, x in sets.items()}
+        return {name: x for name, x in {"train_data": self.train_data, **evaluated}.items() if x is not None}
+
+    def with_data(self, data: Mapping[str, Any]) -> Task:
+        """Returns the task with other data for some names of `named_data`."""
+        train, evaluated = data.get("train_data", self.train_data), data.get("eval_data", self.eval_data)
+        if isinstance(self.eval_data, EvaluationSets):
+            evaluated = EvaluationSets({name: data.get(set_name(name), x) for name, x in self.eval_data.items()})
+        return replace(self, train_data=train, eval_data=evaluated)
+
     @property
     def is_manual(self) -> bool:
         """Whether `train_step` runs inside `shard_map`, over the names of the mesh axes."""
@@ -151,6 +166,11 @@ class Task:
         state = ("state",) if stateful else ()
         check_arity("loss_fn", self.loss_fn, ("params", *state, "batch", "key"))
         check_arity("eval_fn", self.eval_fn, ("params", *state, "batch"))
+
+
+def set_name(name: str) -> str:
+    """Returns the name in messages of one of several evaluation sets."""
+    return f"eval_data['{name}']"
 
 
 def check_patterns(name: str, patterns: Any) -> None:

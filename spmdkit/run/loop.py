@@ -258,9 +258,10 @@ def evaluate(
     step: int | None = None,
     best: bool = False,
     initial: bool = False,
+    name: str | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Returns (step, metrics) of a checkpoint in the config's run directory: of `step`, the best, or the newest; or of
-    the state before step 1 (`initial`).
+    the state before step 1 (`initial`). `name`: one of several evaluation sets; None: all.
 
     A run that is training in the directory does not delete this checkpoint.
 
@@ -275,7 +276,7 @@ def evaluate(
             with phase.during("restore"):
                 state = restore.state_before_step_1(cluster, program).state
             with phase.during("evaluation"):
-                return 0, program.eval(state)
+                return 0, program.eval(state, name)
         directory = checkpoints_of(config)
         checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes, cluster=cluster)
         with restore.chosen_for_all(cluster, checkpoints, step, best) as chosen:
@@ -291,4 +292,4 @@ def evaluate(
                 state, *_ = restored(checkpoints, chosen, program)
             checkpoints.close()
         with phase.during("evaluation"):
-            return chosen, program.eval(state)
+            return chosen, program.eval(state, name)

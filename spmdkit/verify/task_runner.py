@@ -340,7 +340,9 @@ class TaskRunner:
 def _without_streams(config: Config, task: Task, num: int) -> tuple[Config, Task]:
     """Returns the task with the first `num` rows of its streams as arrays, and a config without settings of streams."""
     task = with_streams(task, config)
-    opened = {name: getattr(task, name) for name in ("train_data", "eval_data")}
+    if isinstance(task.eval_data, data.EvaluationSets):  # all are evaluated by the same function
+        task = dataclasses.replace(task, eval_data=next(iter(task.eval_data.values())))
+    opened = task.named_data()
     rows: dict[str, Any] = {
         name: data.first_rows(x, num) for name, x in opened.items() if isinstance(x, data.CheckedStream)
     }

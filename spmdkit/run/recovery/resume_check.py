@@ -44,11 +44,7 @@ class Change(NamedTuple):
 def described(config: Config, task: Task) -> dict[str, Any]:
     """Returns the description of a run for the record of a checkpoint, in addition to its config: digests of source
     text and data, versions, variables."""
-    data = {
-        name: _data(getattr(task, name), name, config.data.retries)
-        for name in ("train_data", "eval_data")
-        if getattr(task, name) is not None
-    }
+    data = {name: _data(given, name, config.data.retries) for name, given in task.named_data().items()}
     package = source_digest.digest(json.dumps(source_digest.package_digests()))
     return {
         "text": source_digest.digests(config) | {"spmdkit's own files": package},

@@ -31,7 +31,6 @@ from spmdkit.program.program import Program
 from spmdkit.program.task import Task
 from spmdkit.step.state import TrainState
 
-DATA = ("train_data", "eval_data")
 OWN_DATA = (
     "Every process reads its rows of one global batch, so data[i] has to be the same example everywhere. Give all "
     "processes the same data, or declare per-process data: Task(train_data=sk.per_process(source))."
@@ -67,8 +66,9 @@ def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> T
 
     def structure() -> dict[str, str]:
         task = make()
-        opened = {name: open_data(x, name) for name in DATA if (x := getattr(task, name)) is not None}
-        made.append(dataclasses.replace(task, **{name: _opened(getattr(task, name), x) for name, x in opened.items()}))
+        given = task.named_data()
+        opened = {name: open_data(x, name) for name, x in given.items()}
+        made.append(task.with_data({name: _opened(given[name], x) for name, x in opened.items()}))
         prints.update({name: fingerprint(x, retries) for name, x in opened.items()})
         kinds = {
             name: "of each process" if name in own(task) else str(found.examples) for name, found in prints.items()
@@ -87,14 +87,13 @@ def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> T
     rows = lambda: {row: mine[row] for row in mine if all(row in each for each in readable)}
     cluster.same_everywhere("data", rows, repair=OWN_DATA)
     lengths = {name: tuple(lengths[name] for _, lengths in gathered) for name in own_lengths}
-    return dataclasses.replace(
-        task, **{name: dataclasses.replace(getattr(task, name), lengths=of_all) for name, of_all in lengths.items()}
-    )
+    given = task.named_data()
+    return task.with_data({name: dataclasses.replace(given[name], lengths=each) for name, each in lengths.items()})
 
 
 def own(task: Task) -> list[str]:
     """Returns the per-process data sets of a task."""
-    return [name for name in DATA if isinstance(getattr(task, name), PerProcess)]
+    return [name for name, given in task.named_data().items() if isinstance(given, PerProcess)]
 
 
 def _opened(given: Any, source: Source | CheckedStream) -> Any:
@@ -122,7 +121,8 @@ def program_facts(program: Program) -> dict[str, str]:
     """Returns `{name: text}` of all programs that are compiled, now or later in the run."""
     later = dict[str, jax.stages.Lowered]()
     if program.has_eval:
-        later["program of an evaluation"] = program.evaluator.lowered
+        lowered = program.evaluator.lowered
+        later |= {f"program of an evaluation{name and f' ({name})'}": each for name, each in lowered.items()}
     for phase in program.phases:
         later[PHASES.get(phase.name, f"program in which groups agree ({phase.name})")] = phase.lowered
     if program.config.init_from is None:  # otherwise compared when there is no checkpoint, since it reads the source

@@ -88,7 +88,8 @@ class Trained:
 
     def _end(self) -> None:
         if self.program.has_eval:
-            self.loss = _loss(self.program.eval(self._state))
+            values = self.program.eval(self._state)  # of the first of several sets
+            self.loss = _loss({name.rpartition("/")[2]: x for name, x in reversed(values.items())})
         else:
             last = self.losses[-max(1, self.steps // 10) :]
             self.loss = math.fsum(last) / len(last)

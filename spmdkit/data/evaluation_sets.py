@@ -1,0 +1,67 @@
+"""Several evaluation sets: a mapping of data that each have the structure of the training data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdkit.data.per_process import PerProcess
+from spmdkit.data.stream_reader import open_data
+from spmdkit.errors import ConfigError
+
+
+class EvaluationSets(dict[str, Any]):
+    """Several evaluation sets, by name."""
+
+
+def evaluation_sets(eval_data: Any, train_data: Any) -> Any:
+    """Returns `eval_data`, as `EvaluationSets` if it is several sets.
+
+    A mapping with the structure of `train_data` is one set. A mapping of values that each have this structure, or
+    without `train_data` a mapping of mappings or sources, is several. Streams among the data are open.
+
+    Raises:
+        ConfigError: only some values have the structure of `train_data`; the name of a set is empty or has a slash.
+    """
+    if not isinstance(eval_data, Mapping) or not eval_data:
+        return eval_data
+    if train_data is None:
+        if any(_is_array(x) for x in eval_data.values()):
+            return eval_data
+    else:
+        wanted = _structure(train_data, "train_data")
+        if all(map(_is_array, jax.tree.leaves(dict(eval_data)))) and str(jax.tree.structure(dict(eval_data))) == wanted:
+            return eval_data
+        found = {name: _structure(x, f"eval_data['{name}']") for name, x in eval_data.items()}
+        if wanted not in found.values():
+            return eval_data
+        if others := [name for name, structure in found.items() if structure != wanted]:
+            raise ConfigError(
+                f"eval_data['{others[0]}'] has the structure {found[others[0]]}, and train_data and other values of "
+                f"eval_data have {wanted}. Each of several evaluation sets has the structure of train_data. Return the "
+                "same keys, or pass one set."
+            )
+    if bad := [name for name in eval_data if not isinstance(name, str) or not name or "/" in name]:
+        raise ConfigError(
+            f"eval_data has a set named {bad[0]!r}. Its metrics are named NAME/loss. Use text without a slash."
+        )
+    return EvaluationSets(eval_data)
+
+
+def _is_array(data: Any) -> bool:
+    return isinstance(data, np.ndarray | jax.Array)
+
+
+def _structure(data: Any, what: str) -> str:
+    """Returns the tree structure of an example as text; of data that are no set of examples, "none"."""
+    if isinstance(data, PerProcess):
+        return _structure(data.source, what)
+    if not isinstance(data, list) and jax.tree.leaves(data) and all(map(_is_array, jax.tree.leaves(data))):
+        return str(jax.tree.structure(data))
+    try:
+        return str(jax.tree.structure(open_data(data, what).element()))
+    except ConfigError:
+        return "none"
