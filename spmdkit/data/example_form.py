@@ -45,6 +45,9 @@ class ExampleForm:
         self.specs = [
             jax.ShapeDtypeStruct(array.shape[1:] if batched else array.shape, array.dtype) for array in arrays
         ]
+        is_flat = type(example) is dict and jax.tree_util.all_leaves(example.values())
+        keys = sorted(example) if is_flat else []
+        self._of_keys = [(key, spec.dtype, spec.shape) for key, spec in zip(keys, self.specs, strict=False)]
 
     def element(self) -> Any:
         """Returns a pytree of `jax.ShapeDtypeStruct` of one example."""
@@ -81,6 +84,19 @@ class ExampleForm:
                 )
             arrays.append(array)
         return arrays
+
+    def write(self, place: int, example: Any, out: list[np.ndarray], row: int) -> None:
+        """Copies an example into row `row` of `out`. Raises ConfigError as `leaves`."""
+        # A flat dict of arrays, without the 2 us in which JAX flattens it.
+        if type(example) is dict and len(example) == len(self._of_keys) > 0:
+            for (key, dtype, shape), array in zip(self._of_keys, out, strict=True):
+                leaf = example.get(key)
+                if type(leaf) is not np.ndarray or leaf.dtype != dtype or leaf.shape != shape:
+                    break
+                array[row] = leaf
+            else:
+                return
+        write_row(out, row, self.leaves(place, example))
 
     def chunk(self, place: int, chunk: Any) -> tuple[list[np.ndarray], int]:
         """Returns (the leaves of a chunk, the number of its rows)."""

@@ -99,7 +99,7 @@ class ExampleSource:
         """Writes example `index`, or the next readable one if rows may be skipped, into `rows` at `row`."""
 
         def read(index: int) -> None:
-            self._read(index, epoch, lambda example: write_row(rows, row, self._form.leaves(index, example)))
+            self._read(index, epoch, lambda example: self._form.write(index, example, rows, row))
 
         ledger = self._access.skipped_rows
         if ledger is None or not ledger.limit or batch is None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdkit.data.example_form import ExampleForm, write_row
+from spmdkit.data.example_form import ExampleForm
 from spmdkit.data.source import HostBatch, Source, open_source
 from spmdkit.data.stream_position import pack, unpack
 from spmdkit.data.stream_shards import DEFAULT_SHARDS, check_shards, choose_shards, shards_of
@@ -263,10 +263,10 @@ class OpenShard:
     def _fill_rows(self, out: list[np.ndarray], first: int, num: int) -> int:
         """Writes up to `num` examples in one call of user code, and returns how many."""
         assert self._iterator is not None
-        rows, fetch, leaves = 0, self._iterator.__next__, self._data.form.leaves
+        rows, fetch, write = 0, self._iterator.__next__, self._data.form.write
         with contextlib.suppress(StopIteration):
             while rows < num:
-                write_row(out, first + rows, leaves(self._since + rows, fetch()))
+                write(self._since + rows, fetch(), out, first + rows)
                 rows += 1
         return rows
 

@@ -236,6 +236,8 @@ X = np.zeros(2, np.float32)
     "bad,words",
     [
         ({"x": np.zeros(3, np.float32), "y": 1}, ["data[2] leaf 'x' is float32[3]", "float32[2]", "Pad or crop"]),
+        ({"x": X[:1], "y": 1}, ["data[2] leaf 'x' is float32[1]", "float32[2]"]),
+        ({"x": np.zeros(2, np.int32), "y": 1}, ["data[2] leaf 'x' is int32[2]", "float32[2]"]),
         ({"x": X, "y": 1.0}, ["data[2] leaf 'y' is float32[]", "int32[]"]),
         ({"x": X, "z": 1}, ["data[2] has the structure", "example 0 has"]),
         (None, ["data[2] is None"]),
