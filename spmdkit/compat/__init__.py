@@ -454,6 +454,8 @@ def _cudnn(q: jax.Array, causal: bool, scale: float) -> tuple[Any, list[jax.Arra
         "layout": cudnn.AttentionLayout.BTNH.value,
         "sliding_window_length": None,
     }
+    if "score_mod_name" in inspect.signature(cudnn._dot_product_attention_fwd_cuda_lowering).parameters:  # jax 0.12
+        options |= {"score_mod_name": None, "score_mod_jaxpr": None}
     return cudnn, [jnp.zeros(0, q.dtype)] * 7, options
 
 

@@ -2,7 +2,8 @@
 
 A part of `sk.manual` runs as one `shard_map` and its gradient as a second one. Both must agree on the list of
 residuals. A second trace of the body, under a `vmap` over replicas, has other types and another order. A residual is
-therefore identified by the index of its operation, not counting operations that only change types.
+therefore identified by the index of its operation among those that depend on the inputs and do not only change types.
+JAX 0.12 adds operations on constants where it changes their types.
 
 Values that `remat` selects and that depend on the part's inputs are saved. Others (masks, positions) are recomputed.
 """
@@ -59,9 +60,9 @@ class Linearized:
         jaxpr = self._closed.jaxpr
         self._results, self._leaves = jaxpr.outvars[:num_out], jaxpr.outvars[num_out:]
         self._origin = _origins(jaxpr)
-        counted = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in _TYPES]
-        producer = {var: (n, i, eqn) for n, eqn in enumerate(counted) for i, var in enumerate(eqn.outvars)}
         depends = _dependents(jaxpr)
+        counted = [e for e in jaxpr.eqns if e.primitive.name not in _TYPES and not depends.isdisjoint(e.outvars)]
+        producer = {var: (n, i, eqn) for n, eqn in enumerate(counted) for i, var in enumerate(eqn.outvars)}
         origins = {self._origin[var] for var in self._leaves if var in self._origin}
         wanted = [var for var in origins if var in depends and var not in jaxpr.invars]
         self._wanted = sorted(wanted, key=lambda var: producer[var][:2])

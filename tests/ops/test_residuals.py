@@ -19,8 +19,9 @@ from tests.support.ops_mesh import step
 
 
 def fn(x, w, n):
-    """Its scale differs along no axis, or along the replicas, as the enclosing vmap makes it: a `pvary` more or
-    less."""
+    """Its scales differ along no axis, or along the replicas, as the enclosing vmap makes them: a `pvary` more or less,
+    and in jax 0.12 a rounding of each constant that is varied."""
+    w = w * (1 + 0.5 * jnp.sin(jax.lax.psum(w, "fsdp")))
     whole = jax.lax.all_gather(w, "fsdp", tiled=True)
     h = checkpoint_name(jnp.sin(x @ whole), "hidden")
     mask = jnp.tril(jnp.ones((4, 4))) * jnp.cos(jnp.arange(4.0))
@@ -86,7 +87,14 @@ def counted(part, operands):
     return found.count("all_gather"), found.count("reduce_scatter"), sums, found.count("dot_general")
 
 
-@pytest.mark.parametrize("remat, num_kept, products", [("none", 6, 4), ("dots", 1, 4), ("full", 0, 5)])
+def kept_by_jax():
+    """Returns how many values of [4, 8, 32] JAX's own gradient of gelu saves: 6, and 5 in jax 0.12."""
+    x, up, down = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((4, 8, 16), (16, 32), (32, 16)))
+    residuals = jax.eval_shape(lambda *args: jax.vjp(lambda x, u, d: jax.nn.gelu(x @ u) @ d, *args)[1], x, up, down)
+    return [x.shape for x in jax.tree.leaves(residuals)].count((4, 8, 32))
+
+
+@pytest.mark.parametrize("remat, num_kept, products", [("none", kept_by_jax(), 4), ("dots", 1, 4), ("full", 0, 5)])
 def test_design_note_example_matches(remat, num_kept, products):
     record = step(data=2, fsdp=2, tensor=2).with_sharding(form="mapped").with_options(remat=policy(remat))
     op = sk.manual(pair, [ROWS, ("embed", "mlp"), ("mlp", "embed")], ROWS)
