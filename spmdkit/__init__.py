@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from spmdkit.config import Config as Config, load_config as load_config
     from spmdkit.data.per_process import per_process as per_process
     from spmdkit.data.streams.function import stream as stream
+    from spmdkit.data.streams.parquet import parquet as parquet
+    from spmdkit.data.tokens import tokens as tokens
     from spmdkit.errors import SpmdkitError as SpmdkitError
     from spmdkit.foundation.user_code import (
         hook as hook,
@@ -93,6 +95,8 @@ _NAMES = {
     "config": "Config load_config",
     "data.per_process": "per_process",
     "data.streams.function": "stream",
+    "data.streams.parquet": "parquet",
+    "data.tokens": "tokens",
     "errors": "SpmdkitError",
     "foundation.user_code": "hook reducer tracker sync task weights",
     "metrics.trackers.base": "Tracker",

@@ -3,6 +3,7 @@ shards). `folder` has the files of `write_files`."""
 
 import numpy as np
 
+import spmdkit as sk
 from spmdkit.data.streams.function import stream
 from tests.support.streams import example
 
@@ -99,7 +100,23 @@ def grain_mix():
     return grain.IterDataset.mix([grain_rows(None).filter(lambda row: row["id"] % 3 > 0), other], weights=[0.7, 0.3])
 
 
+def arrow_files(folder):
+    import pyarrow as pa
+
+    for i, ids in enumerate(np.split(np.arange(NUM), FILES)):
+        with pa.OSFile(f"{folder}/{i}.arrow", "wb") as sink, pa.ipc.new_file(sink, table(ids).schema) as writer:
+            writer.write_table(table(ids), max_chunksize=10)
+    return sk.parquet(f"{folder}/*.arrow")
+
+
+def parquet_files(folder):
+    write_files(folder)
+    return sk.parquet(f"{folder}/*.parquet", ["x", "id"])
+
+
 LIBRARIES = {
+    "parquet": ("pyarrow", parquet_files, True, True),
+    "arrow files": ("pyarrow", arrow_files, True, True),
     "hf": ("datasets", hugging_face, True, True),
     "hf, map and filter": ("datasets", mapped, True, True),
     "hf, arrow": ("datasets", lambda folder: hugging_face(folder).with_format("arrow"), True, True),
