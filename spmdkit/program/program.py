@@ -133,8 +133,8 @@ class Program:
                 self.notes.append(self.evaluator.note)
             check_best(config.checkpoint, self.evaluator.names)
         mixing = self.task.row_mixing or config.row_mixing
-        reducing = self.num_replicas if config.model_state == "global" else 1
-        self.notes += row_warnings(self.row_usages, self._task_step.what, mixing, self.microbatches, reducing)
+        what, reducing = self._task_step.what, self.num_replicas if config.model_state == "global" else 1
+        self.notes += row_warnings(self.row_usages, what, mixing, self.microbatches, reducing, self._roles)
 
     # ---- abstract
 

@@ -4,7 +4,7 @@ replicas, microbatches and padding, and why. Printed by `spmdkit explain`, part 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -101,13 +101,16 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
     return columns([COLUMNS, *(tuple(vars(row).values()) for row in rows)])
 
 
-def row_warnings(usages: Sequence[Usage], what: str, mixing: RowMixing, microbatches: int, replicas: int) -> list[str]:
+def row_warnings(
+    usages: Sequence[Usage], what: str, mixing: RowMixing, microbatches: int, replicas: int, roles: Collection[str]
+) -> list[str]:
     """Returns a warning for each line that mixes rows, and for each operation without a rule.
 
     Args:
         what: name of the loss function.
         mixing: `error` raises for mixed rows; `allow` does not report them.
         replicas: number of replicas that reduce one model state.
+        roles: paths of frozen and overwritten parameters.
 
     Raises:
         ConfigError: rows are mixed and `mixing` is `error`.
@@ -123,6 +126,7 @@ def row_warnings(usages: Sequence[Usage], what: str, mixing: RowMixing, microbat
         if usage.unknown is not None and usage.rows == "unknown":
             by_cause.setdefault((function, *usage.unknown), []).append(name)
     texts = [] if mixing == "allow" or 1 in (microbatches, replicas) else _read_between(usages, what)
+    texts += _fixed_gradients(usages, what, roles)
     for (function, cause, line), names in by_cause.items():
         at, results = f"{line}: " if line else "", ", ".join(names)
         if cause not in ("mixed", "whole"):
@@ -136,6 +140,21 @@ def row_warnings(usages: Sequence[Usage], what: str, mixing: RowMixing, microbat
                 raise ConfigError(f"row_mixing is error. {text}")
             texts.append(text)
     return texts
+
+
+def _fixed_gradients(usages: Sequence[Usage], what: str, roles: Collection[str]) -> list[str]:
+    """Returns the warning about parameters for which a backward rule returns another value than a derivative."""
+    paths = [path for usage in usages for path in usage.fixed_gradients if path not in roles]
+    if not paths:
+        return []
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    text = (
+        f"{what}: the gradient of {', '.join(paths[:3])}{more} does not depend on the cotangent: a custom_vjp returns "
+        "another value. It is averaged over replicas, and the optimizer updates the parameter with it. If it is the "
+        f"new value of the leaf, declare such leaves: Task(overwritten=['{paths[0]}']). If it is a derivative, "
+        "multiply it by the cotangent."
+    )
+    return [text]
 
 
 def _read_between(usages: Sequence[Usage], what: str) -> list[str]:

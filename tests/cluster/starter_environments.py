@@ -280,6 +280,11 @@ ROWS = [
         {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
         Refused(("OMPI_COMM_WORLD_SIZE='2'", "PMIX_NAMESPACE=''", "mpirun -x SPMDKIT_COORDINATOR")),
     ),
+    Row(
+        "mpirun -n 2 of MPICH",
+        {"PMI_SIZE": "2", "PMI_RANK": "1"},
+        Refused(("PMI_SIZE='2'", "mpirun -x SPMDKIT_COORDINATOR")),
+    ),
     Row("a JobSet of two pods", JOBSET, Place(2, 1, "run-workers-0-0.run:61440", "jobset")),
     Row(
         "a JobSet of three Jobs of two pods",

@@ -1,5 +1,6 @@
 """How rows enter a loss, its metrics and the model state, read from the jaxpr before the first step."""
 
+import dataclasses
 import itertools
 import time
 
@@ -34,7 +35,7 @@ def build(loss, mesh=None, state=None, **changes):
     mesh = {"data": PARTS} if mesh is None else mesh
     config = sk.Config(task="t.py:t", batch_size=ROWS, steps=1, mesh=mesh, data={"shuffle": False}, **settings)
     variables = init if state is None else lambda key: sk.Variables(init(key), state)
-    task = sk.Task(variables, loss, optax.sgd(0.1), train_data=DATA, **changes)
+    task = changes.pop("task", None) or sk.Task(variables, loss, optax.sgd(0.1), train_data=DATA, **changes)
     return sk.build(config, task=task, devices=jax.devices()[: int(np.prod([1, *mesh.values()]))])
 
 
@@ -276,6 +277,25 @@ def test_other_state_must_be_declared(name):
     if scaled:
         with pytest.raises(ConfigError, match=rf"sum for model state '{name}'.* by {SCALED[name]:.1g}\..*sk\.psum"):
             build(loss, state={name: start}, state_reduction={name: "sum"})
+
+
+@jax.custom_vjp
+def observed(x, history):
+    return x
+
+
+observed.defvjp(
+    lambda x, history: (x, (jnp.abs(x).max(), history)),
+    lambda saved, g: (g, jnp.append(saved[1][1:], saved[0])),
+)
+
+
+def test_gradients_that_do_not_depend_on_the_loss_are_reported():
+    loss = lambda p, b, k: sk.mean(observed(errors(p, b), p["net"]["amax"]))
+    task = sk.Task(lambda key: init(key) | {"net": {"amax": jnp.ones(4)}}, loss, optax.sgd(0.1), DATA)
+    [note] = build(loss, task=task).notes
+    assert "gradient of net/amax does not depend on the cotangent" in note and "overwritten=['net/amax']" in note
+    assert build(loss, task=dataclasses.replace(task, overwritten=["net/amax"])).notes == []
 
 
 def test_unknown_primitive_is_a_warning():

@@ -19,6 +19,9 @@ NAMES = Names("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp
 ON_THIS_HOST, NAMESPACE = "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"
 DAEMONS, STEP_OF_DAEMONS = "OMPI_MCA_orte_num_nodes", "SLURM_STEP_NUM_TASKS"
 
+OF_MPICH = ("PMI_SIZE", "PMI_RANK")
+"""Variables of mpirun of MPICH and Intel MPI: they do not contain an address."""
+
 JOBS_APART = 1 << 12
 """Job numbers of Open MPI 4 are multiples of this."""
 
@@ -32,17 +35,22 @@ def read(env: Mapping[str, str]) -> Detection:
     """Returns the cluster of a process that mpirun started."""
     size, rank = whole_number(env, NAMES.num_processes), whole_number(env, NAMES.process_id)
     if size is None or rank is None:
-        return None
+        if (whole_number(env, OF_MPICH[0]) or 1) == 1:
+            return None
+        return _incomplete(f"mpirun of MPICH has started several processes ({shown(env, *OF_MPICH)})")
     met = _coordinator(env, size)
     if rank >= size or (met is None and size > 1):
-        return Partial(
-            f"mpirun's variables do not give this process a rank ({shown(env, *NAMES, NAMESPACE)})",
-            "Start it with mpirun of Open MPI 4 or 5, or set the address of process 0: mpirun -x "
-            "SPMDKIT_COORDINATOR=HOST:PORT -x SPMDKIT_NUM_PROCESSES=N, and SPMDKIT_PROCESS_ID for each process.",
-            "starter",
-        )
+        return _incomplete(f"mpirun's variables do not give this process a rank ({shown(env, *NAMES, NAMESPACE)})")
     spec = ClusterSpec(met if size > 1 else None, size, rank, names=NAMES)
     return DetectedCluster(spec, "starter", agents=_daemons(env), repair=REPAIR)
+
+
+def _incomplete(why: str) -> Partial:
+    repair = (
+        "Start it with mpirun of Open MPI 4 or 5, or set the address of process 0: mpirun -x "
+        "SPMDKIT_COORDINATOR=HOST:PORT -x SPMDKIT_NUM_PROCESSES=N, and SPMDKIT_PROCESS_ID for each process."
+    )
+    return Partial(why, repair, "starter")
 
 
 def _daemons(env: Mapping[str, str]) -> int | None:

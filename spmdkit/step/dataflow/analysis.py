@@ -20,7 +20,7 @@ from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.step.dataflow.constants import check_constants
-from spmdkit.step.dataflow.cotangent import needs_scale
+from spmdkit.step.dataflow.cotangent import needs_scale, without_cotangent
 from spmdkit.step.dataflow.flow import NONE, Flow
 from spmdkit.step.dataflow.keys import key_uses
 from spmdkit.step.dataflow.walk import flows_of
@@ -65,6 +65,7 @@ class Usage:
         unchanged: whether the loss returns a leaf of the model state as it was.
         read: whether the loss or a metric depends on the old value of a leaf of the model state.
         needs_scale: whether the gradient of a loss depends on the scale of its cotangent.
+        fixed_gradients: parameters with a gradient that does not depend on the cotangent.
     """
 
     what: Literal["loss", "metric", "model state", "evaluation metric"]
@@ -83,6 +84,7 @@ class Usage:
     unchanged: bool = False
     read: bool = False
     needs_scale: bool = False
+    fixed_gradients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Inputs:
 
     Attributes:
         state: the model state.
-        shared: values that are the same on every replica.
+        shared: (parameters, key): the same on every replica.
         of_rows: `number of rows -> (values with the rows as first dim, other values of this replica)`.
         num: number of rows of a microbatch.
     """
@@ -170,12 +172,24 @@ def _usages(
     if keys.problem:
         raise ConfigError(keys.problem)
     loss_usages = [] if shapes[0] is None else [_usage("loss", "", shapes[0], loss_flows)]
-    usages = [replace(usage, keys=keys.text, needs_scale=needs_scale(traced)) for usage in loss_usages]
+    scaled = bool(loss_usages) and needs_scale(traced)
+    fixed = _without_cotangent(traced, inputs, len(jax.tree.leaves(loss_flows)), bound) if scaled else ()
+    usages = [replace(usage, keys=keys.text, needs_scale=scaled, fixed_gradients=fixed) for usage in loss_usages]
     usages += [_usage("metric", name, shapes[1][name], metric_flows[name]) for name in shapes[1]]
     leaves = named_leaves(shapes[2])
     if leaves:
         usages += _of_state(traced, inputs, loss, bound, needed, list(flows), leaves, num)
     return usages
+
+
+def _without_cotangent(traced: Any, inputs: Inputs, loss: int, bound: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the paths of parameters with a gradient that does not depend on the loss."""
+    first, leaves = len(jax.tree.leaves(inputs.state)), named_leaves(inputs.shared[0])
+    try:
+        found = without_cotangent(traced, loss, range(first, first + len(leaves)), bound)
+    except Exception:  # noqa: BLE001 - an unusual program is not refused because its analysis fails
+        return ()
+    return tuple(leaves[i - first][0] for i in found)
 
 
 def _traced(loss: Any, inputs: Inputs, bound: Mapping[str, int], num: int) -> tuple[Any, Any]:
