@@ -1,0 +1,139 @@
+"""`predict`: what `Task.predict_fn` returns for every row of a data set, from a checkpoint, in the order of the rows.
+
+Each batch is one evaluated batch. A replica writes its rows into zeros of the size of the batch, and they are added.
+Wire: an all-reduce of the results of a batch over the replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdkit.cluster import Cluster
+from spmdkit.config import Config, load_config, replace_keys
+from spmdkit.errors import CheckpointWriteError, ConfigError
+from spmdkit.foundation import files
+from spmdkit.foundation.trees import describe, named_leaves
+from spmdkit.program.opening import join_processes, task_of
+from spmdkit.program.program import Program
+from spmdkit.program.task import Task
+from spmdkit.run.loop import on_checkpoint
+from spmdkit.step import trace_context
+from spmdkit.step.metrics.aggregates import Bincount
+from spmdkit.step.metrics.mean import example_mask
+from spmdkit.step.replica_collectives import num_replicas, replica_index
+from spmdkit.step.state import TrainState
+
+SUFFIXES = (".npz", ".npy")
+
+
+def predict(
+    config: Config | str | Path,
+    data: Any = "eval_data",
+    *,
+    step: int | None = None,
+    best: bool = False,
+    initial: bool = False,
+    cluster: Cluster | None = None,
+    task: Task | None = None,
+) -> Any:
+    """Returns what `Task.predict_fn` returns for every row, as numpy arrays on every process, in the order of the rows.
+
+    Args:
+        data: `eval_data` or `train_data` of the task, or a data set with any structure that `predict_fn` accepts.
+        step, best, initial: the state: of a step, the best checkpoint, or before step 1; default: the newest.
+
+    Raises:
+        ConfigError: the task has no `predict_fn` or no data, or a result has not one row per example.
+        CheckpointError: the checkpoint does not exist, is damaged, or is of a different model.
+    """
+    config = config if isinstance(config, Config) else load_config(config)
+    cluster = cluster or join_processes(config)
+    task = task or task_of(config)
+    if task.predict_fn is None:
+        raise ConfigError("prediction needs Task.predict_fn, and the task has none. Pass Task(predict_fn=...).")
+    if isinstance(data, str):
+        name, data = data, {"eval_data": task.eval_data, "train_data": task.train_data}.get(data)
+        if data is None:
+            raise ConfigError(f"prediction needs data: the task has no {name}. Choose eval_data or train_data.")
+    found = dict[Literal["structure"], Any]()
+    config = replace_keys(config, {"checkpoint.best": None} if config.checkpoint else {})
+    predicting = dataclasses.replace(task, eval_data=data, eval_fn=_of_rows(task.predict_fn, found))
+    run: Callable[[Program, TrainState], Any] = lambda program, state: _joined(program, state, found)
+    return on_checkpoint(config, cluster, run, predicting, step, best, initial)[1]
+
+
+def _of_rows(predict_fn: Callable[..., Any], found: dict[Literal["structure"], Any]) -> Callable[..., Any]:
+    """Returns an evaluation with one metric for each array, which is added over replicas as `sk.bincount` is. `found` receives the tree of the results."""
+
+    def eval_fn(*arguments: Any) -> dict[str, Bincount]:
+        examples = trace_context.current_examples()
+        assert examples is not None
+        results, num = predict_fn(*arguments), examples.num
+        for path, leaf in named_leaves(results):
+            where = f" at '{path}'" if path else ""
+            if jnp.ndim(leaf) == 0 or leaf.shape[0] != num:
+                raise ConfigError(
+                    f"predict_fn returned {describe(leaf)}{where} for {num} rows. The first "
+                    "dim of each result is the rows of the batch. Return one row per example."
+                )
+        mask = example_mask()
+        leaves, structure = jax.tree.flatten(results)
+        found["structure"] = structure, [x.dtype for x in leaves]
+        arrays = {f"_{i}": x for i, x in enumerate(leaves)} | {"mask": jnp.ones(num, bool) if mask is None else mask}
+
+        def spread(x: jax.Array) -> Bincount:
+            x = x.astype(jnp.uint8) if x.dtype == bool else x
+            zeros = jnp.zeros((num * num_replicas(), *x.shape[1:]), x.dtype)
+            return Bincount(jax.lax.dynamic_update_slice_in_dim(zeros, x, replica_index() * num, 0))
+
+        return {name: spread(x) for name, x in arrays.items()}
+
+    return eval_fn
+
+
+def _joined(program: Program, state: TrainState, found: dict[Literal["structure"], Any]) -> Any:
+    """Returns the results of all batches without padding rows."""
+    parts = list[dict[str, np.ndarray]]()
+    for metrics in program.evaluator.of_batches(state):
+        arrays = {name: np.asarray(metric.value) for name, metric in jax.device_get(metrics).items()}
+        kept = arrays.pop("mask").astype(bool)
+        parts.append({name: x[kept] for name, x in arrays.items()})
+    structure, dtypes = found["structure"]
+    leaves = [np.concatenate([part[f"_{i}"] for part in parts]).astype(x, copy=False) for i, x in enumerate(dtypes)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def write(results: Any, out: Path) -> None:
+    """Writes results to a new file: `.npz`, arrays by their paths; `.npy`, one array.
+
+    Raises:
+        ConfigError: the results are several arrays for `.npy`.
+        CheckpointWriteError: the file cannot be written.
+    """
+    arrays = {path or "predictions": x for path, x in named_leaves(results)}
+    if out.suffix == ".npy" and len(arrays) != 1:
+        raise ConfigError(f"predict --out {out}: predict_fn returns {len(arrays)} arrays. Write an .npz file.")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with files.atomic_path(out) as partial, partial.open("wb") as file:
+            if out.suffix == ".npz":
+                np.savez(file, **arrays)
+            else:
+                np.save(file, *arrays.values())
+    except OSError as error:
+        raise CheckpointWriteError(f"predict --out {out} failed ({error}). Choose another path.") from error
+
+
+def check_out(out: Path) -> None:
+    """Raises ConfigError for a file that exists or has an unknown suffix."""
+    if out.suffix not in SUFFIXES:
+        raise ConfigError(f"predict --out {out}: unknown suffix. Valid: {', '.join(SUFFIXES)}.")
+    if out.exists():
+        raise ConfigError(f"predict --out {out}: it exists. Nothing is overwritten. Choose another name or remove it.")

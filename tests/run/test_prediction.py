@@ -1,0 +1,83 @@
+"""`predict`: the results of `Task.predict_fn` for every row of a data set, on every mesh."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import spmdkit as sk
+from spmdkit.cluster import ClusterSpec, join
+from spmdkit.errors import ConfigError
+from spmdkit.run import prediction
+from spmdkit.run.prediction import predict
+
+NUM = 21  # batches of 8: the last is short
+random = np.random.default_rng(0)
+ROWS = {"x": random.normal(size=(NUM, 4)).astype(np.float32), "y": np.zeros(NUM, np.float32)}
+
+
+def init(key):
+    return {"w": jax.random.normal(key, (4, 8))}
+
+
+def predict_fn(params, batch):
+    hidden = batch["x"] @ params["w"]
+    half = hidden.astype(jax.numpy.bfloat16)
+    return {"hidden": hidden, "best": {"index": hidden.argmax(-1), "is_large": hidden[:, 0] > 0}, "half": half}
+
+
+def task(**more):
+    loss = lambda params, batch, key: sk.mean((batch["x"] @ params["w"]).sum(-1) - batch["y"])
+    data = {"train_data": ROWS, "eval_data": ROWS, "predict_fn": predict_fn, "rules": [("w", [None, "tensor"])]}
+    return sk.Task(init, loss, optax.sgd(0.1), **(data | more))
+
+
+def config(tmp_path, mesh, num):
+    return sk.Config(
+        task="t.py:t", run_dir=str(tmp_path), batch_size=8, steps=2, devices=f"cpu:{num}", mesh=mesh, compile_cache=None
+    )
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 4}, {"fsdp": 4}, {"data": 2, "tensor": 2}])
+def test_results_equal_one_call_over_all_rows(tmp_path, mesh):
+    num = int(np.prod([1, *mesh.values()]))
+    made = config(tmp_path, mesh, num)
+    found = predict(made, cluster=join(ClusterSpec(), made.devices), task=task(), initial=True)
+    expected = predict_fn(init(jax.random.key(0)), ROWS)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    np.testing.assert_array_equal(found["best"]["index"], expected["best"]["index"])
+    np.testing.assert_array_equal(found["best"]["is_large"], expected["best"]["is_large"])
+    np.testing.assert_allclose(found["hidden"], expected["hidden"], rtol=1e-5, atol=1e-6)
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: np.dtype(x.dtype), expected)
+    assert found["hidden"].shape == (NUM, 8)
+    if mesh == {}:
+        unlabeled = {"x": ROWS["x"][:5]}
+        other = predict(made, unlabeled, cluster=join(ClusterSpec(), made.devices), task=task(), initial=True)
+        np.testing.assert_allclose(other["hidden"], found["hidden"][:5], rtol=1e-5, atol=1e-6)
+
+
+def test_files_hold_arrays_by_their_paths(tmp_path):
+    prediction.write({"a": np.arange(3), "b": {"c": np.ones((3, 2))}}, tmp_path / "out.npz")
+    with np.load(tmp_path / "out.npz") as found:
+        assert sorted(found) == ["a", "b/c"] and found["b/c"].shape == (3, 2)
+    prediction.write(np.arange(3), tmp_path / "out.npy")
+    assert np.load(tmp_path / "out.npy").tolist() == [0, 1, 2]
+    with pytest.raises(ConfigError, match=r"returns 2 arrays\. Write an .npz file"):
+        prediction.write({"a": np.ones(1), "b": np.ones(1)}, tmp_path / "two.npy")
+    for name, match in [("out.npz", "it exists"), ("out.csv", "unknown suffix")]:
+        with pytest.raises(ConfigError, match=match):
+            prediction.check_out(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"predict_fn": None}, "the task has none"),
+        ({"eval_data": None}, "the task has no eval_data"),
+        ({"predict_fn": lambda params, batch: batch["x"].sum()}, "for 8 rows. The first dim"),
+    ],
+)
+def test_bad_tasks_are_refused(tmp_path, more, match):
+    made = config(tmp_path, {}, 1)
+    with pytest.raises(ConfigError, match=match):
+        predict(made, cluster=join(ClusterSpec(), made.devices), task=task(**more), initial=True)
