@@ -71,12 +71,14 @@ verify: $(VENV)/.test
 tpu: $(EXTRAS)/.test
 	$(BOUND) 3600 $(EXTRAS)/bin/python tests/plan/golden_collectives.py $(WRITE)
 
-# TensorFlow's strategies on the linear regression, compared with the golden file of the tests. Installs 1.6 GB into
-# its own environment. `make reference WRITE=--write` updates the file.
+# TensorFlow's strategies on the linear regression, compared with the golden file of the tests, and streams of tf.data.
+# Installs 1.6 GB into its own environment. `make reference WRITE=--write` updates the file.
 reference:
 	test -x $(REFERENCE)/bin/python || $(PYTHON) -m venv $(REFERENCE)
-	$(REFERENCE)/bin/python -m pip --disable-pip-version-check --no-input install --quiet tensorflow-cpu==2.21.0
+	$(REFERENCE)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --constraint constraints.txt \
+		tensorflow-cpu==2.21.0 --editable '.[test]'
 	$(BOUND) 900 $(REFERENCE)/bin/python tests/reference/tensorflow_numbers.py $(WRITE)
+	$(BOUND) 600 $(REFERENCE)/bin/python -m pytest -k 'tf.data' tests/data/test_stream_libraries.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --quiet .

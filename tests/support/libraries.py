@@ -114,7 +114,22 @@ def parquet_files(folder):
     return sk.parquet(f"{folder}/*.parquet", ["x", "id"])
 
 
+def tf_rows(width=3):
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.range(NUM)
+    return rows.map(lambda i: {"id": tf.cast(i, tf.int32), "x": tf.cast(i, tf.float32) + tf.range(float(width))})
+
+
+def tf_shuffled(width=3, buffer=64):
+    return tf_rows(width).shuffle(buffer, seed=9, reshuffle_each_iteration=False).prefetch(8)
+
+
 LIBRARIES = {
+    "tf.data": ("tensorflow", lambda folder: tf_rows(), True, True),
+    "tf.data, shuffle": ("tensorflow", lambda folder: tf_shuffled(), True, True),
+    "tf.data, batch": ("tensorflow", lambda folder: tf_shuffled().batch(7), True, False),
+    "tf.data, large buffer": ("tensorflow", lambda folder: tf_shuffled(4096, 100), False, True),
     "parquet": ("pyarrow", parquet_files, True, True),
     "arrow files": ("pyarrow", arrow_files, True, True),
     "hf": ("datasets", hugging_face, True, True),
