@@ -129,6 +129,10 @@ METRICS = {
     "largest of a constant": (lambda h, b: sk.max(jnp.ones(3)), "not at all"),
     "sum": (lambda h, b: sk.sum(h), "as a sum"),
     "sum of mixed rows": (lambda h, b: sk.sum(h / h.max()), "mixed across rows"),
+    "sum of means": (lambda h, b: sk.sum(h.mean(0)), "mixed across rows"),
+    "sum of maxima": (lambda h, b: sk.sum(h.max(0)), "mixed across rows"),
+    "derived": (lambda h, b: sk.derived(jnp.exp, sk.mean(h)), "as a mean"),
+    "derived of mixed rows": (lambda h, b: sk.derived(jnp.exp, sk.mean(h / h.max())), "mixed across rows"),
     "sum of zeros": (lambda h, b: sk.sum(jnp.zeros_like(h)), "not at all"),
     "counts": (lambda h, b: sk.bincount(b["label"], CLASSES), "as a sum"),
     "two": (lambda h, b: sk.mean(h) + sk.mean(h / h.max()), "mixed across rows"),
@@ -245,6 +249,11 @@ REFUSED = {
             jax.nn.one_hot(b["label"], CLASSES)
         ),
     ),
+    "first value": (
+        jnp.zeros(WIDTH),
+        lambda s, p, b: jnp.where(s == 0, b["x"].mean(0), 0.9 * s + 0.1 * b["x"].mean(0)),
+    ),
+    "decay by the number": (jnp.zeros(CLASSES), lambda s, p, b: s + 0.999 ** len(b["x"]) * p["w"][0]),
     "averaged count": (jnp.float32(0), lambda s, p, b: 0.9 * s + b["x"].shape[0]),
     "moved": (jnp.zeros(WIDTH), lambda s, p, b: s - 0.1 * (s - b["x"].sum(0))),
     "assigned": (
@@ -350,6 +359,24 @@ KEYS = {
     "one half twice": (lambda b, k: noise(jax.random.split(k)[0], b) * noise(jax.random.split(k)[0], b), AGAIN),
     "folded": (lambda b, k: noise(jax.random.fold_in(k, 1), b) + noise(jax.random.fold_in(k, 2), b), ONCE),
     "folded alike": (lambda b, k: noise(jax.random.fold_in(k, 1), b) + noise(jax.random.fold_in(k, 1), b), AGAIN),
+    "folded alike by a value": (
+        lambda b, k: (lambda i: noise(jax.random.fold_in(k, i), b) * noise(jax.random.fold_in(k, i), b))(b["id"][0]),
+        AGAIN,
+    ),
+    "two keys carried": (
+        lambda b, k: (lambda end: noise(end[0], b) + noise(end[1], b))(
+            jax.lax.fori_loop(0, 3, lambda i, ks: [jax.random.split(key)[0] for key in ks], list(jax.random.split(k)))
+        ),
+        ONCE,
+    ),
+    "two keys drawn in a loop": (
+        lambda b, k: jax.lax.scan(
+            lambda c, ks: (c + noise(ks[0], b) * noise(ks[1], b), None),
+            b["y"],
+            (jax.random.split(k, 3), jax.random.split(jax.random.fold_in(k, 1), 3)),
+        )[0],
+        ONCE,
+    ),
     "loop": (lambda b, k: looped_noise(lambda i: k, b, jnp.arange(3)), LOOP),
     "loop with the iteration": (lambda b, k: looped_noise(lambda i: jax.random.fold_in(k, i), b, jnp.arange(3)), ONCE),
     "loop over keys": (lambda b, k: looped_noise(lambda key: key, b, jax.random.split(k, 3)), ONCE),

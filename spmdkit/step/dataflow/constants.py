@@ -23,12 +23,11 @@ _NUMBERS, _SEQUENCES, _PLAIN = (int, float), (tuple, list), (int, str)
 
 def check_constants(first: jax.extend.core.ClosedJaxpr, second: jax.extend.core.ClosedJaxpr) -> None:
     """Raises ConfigError if an operation or a constant differs between two traces of one loss with equal inputs."""
-    end = (None, -1, "no operation")
-    for one, other in itertools.zip_longest(_parts(first), _parts(second), fillvalue=end):
-        if one[1] != other[1] or not _equal(one[2], other[2]):
-            eqn = one[0] or other[0]
-            line = None if eqn is None else compat.user_line(eqn)
-            found = f"an array of shape {np.shape(one[2])}" if np.ndim(one[2]) else f"{one[2]}, then {other[2]}"
+    pairs = itertools.zip_longest(_parts(first), _parts(second), fillvalue=(None, "no operation"))
+    for (eqn, one), (other_eqn, other) in pairs:
+        if not _equal(one, other):
+            line = next(compat.user_line(e) for e in (eqn, other_eqn) if e is not None)
+            found = f"an array of shape {np.shape(one)}" if np.ndim(one) else f"{one}, then {other}"
             raise ConfigError(
                 f"{f'{line}: ' if line else ''}loss_fn uses a number that is made while it is traced: {found}. It "
                 "is a constant of the compiled step, or selects its operations, and stays the same in every step and "
@@ -37,24 +36,24 @@ def check_constants(first: jax.extend.core.ClosedJaxpr, second: jax.extend.core.
             )
 
 
-def _parts(closed: jax.extend.core.ClosedJaxpr) -> Iterator[tuple[Any, int, Any]]:
-    """Yields (equation, position in it, value) of each operation that a result depends on: its name, the numbers among
+def _parts(closed: jax.extend.core.ClosedJaxpr) -> Iterator[tuple[Any, Any]]:
+    """Yields (equation, value) of each operation that a result depends on: its name, the numbers among
     its parameters, and its constants."""
     arrays = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     needed = jaxprs.needed_eqns(closed.jaxpr.eqns, closed.jaxpr.outvars)
     for eqn in jaxprs.equations(closed.jaxpr.replace(eqns=needed)):
-        yield eqn, 0, eqn.primitive.name
-        for index, var in enumerate(eqn.invars, 1):
+        yield eqn, eqn.primitive.name
+        for var in eqn.invars:
             if isinstance(var, jax.extend.core.Literal):
-                yield eqn, index, var.val
+                yield eqn, var.val
             elif var in arrays:
-                yield eqn, index, arrays.pop(var)
+                yield eqn, arrays.pop(var)
         for value in eqn.params.values():
             for item in value if isinstance(value, _SEQUENCES) else (value,):
                 if isinstance(item, _NUMBERS):
-                    yield eqn, -1, item
+                    yield eqn, item
                 for const in item.consts if isinstance(item, jax.extend.core.ClosedJaxpr) else ():
-                    yield eqn, -1, const
+                    yield eqn, const
 
 
 def _equal(first: Any, second: Any) -> bool:

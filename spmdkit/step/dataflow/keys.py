@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
-import jax.numpy as jnp
 
 from spmdkit import compat
 from spmdkit.foundation import jaxprs
@@ -145,7 +144,7 @@ class _Walk:
     def run(self, jaxpr: Any, given: Sequence[Value], place: _CallSite) -> list[Value]:
         """Returns the results of a jaxpr."""
         known: dict[Any, Value] = {}
-        name: Callable[[Any, Value], Value] = lambda var, x: x if x.path or x.same else x._replace(same=id(var))
+        name: Callable[[Any, Value], Value] = lambda var, x: x if x.same else x._replace(same=id(var))
         known.update((var, name(var, value)) for var, value in zip(jaxpr.invars, given, strict=True))
         read: Callable[[Any], Value] = lambda var: Value() if _is_literal(var) else known.get(var, Value())
         for eqn in jaxpr.eqns:
@@ -156,11 +155,10 @@ class _Walk:
     def _results(self, eqn: Any, given: list[Value], place: _CallSite) -> list[Value]:
         name, num = eqn.primitive.name, len(eqn.outvars)
         around = frozenset().union(*(value.loops for value in given))
-        inner = list(jaxprs.inner_jaxprs(eqn))
-        is_call = inner and len(inner[0].invars) == len(given) and len(inner[0].outvars) == num
-        if not is_call and name not in ("scan", "while", "cond") and all(value.path is None for value in given):
+        if all(value.path is None for value in given):
             same = (name, str(eqn.params), given[0].same) if name in _CONVERSIONS and given[0].same else None
             return [Value(None, around, same=same)] * num
+        inner = list(jaxprs.inner_jaxprs(eqn))
         line = compat.user_line(eqn) or place.line
         here = replace(place, line=line, trace=(*place.trace, id(eqn.source_info.traceback)))
         if name in ("scan", "while"):
@@ -172,12 +170,10 @@ class _Walk:
                 for i, body in enumerate(inner)
             ]
             return results[0]
-        if is_call:
+        if inner and len(inner[0].invars) == len(given) and len(inner[0].outvars) == num:
             return self.run(inner[0], given, here)
         if name in _DRAWS:
             self._draw(given[0], here)
-            return [Value(None, around)] * num
-        if not any(_may_be_key(var) for var in eqn.outvars):
             return [Value(None, around)] * num
         operands = zip(given, eqn.invars, strict=True)
         makers = compat.functions_of(eqn, rng.__file__)
@@ -193,13 +189,11 @@ class _Walk:
         return [Value((*path, i), around, call) for i in range(num)]
 
     def _draw(self, key: Value, place: _CallSite) -> None:
-        if key.path is None:  # drawn with rows as parameters
-            return
         if same := [loop for loop in place.loops if loop not in key.loops]:
             self.uses.in_loops.append(place.line)
             if called := [loop for loop in same if key.call is not None and loop in key.call.loops]:
                 self.uses.repeated.append((key.call and key.call.line, self.lines[called[-1]]))
-        self.uses.draws.setdefault(key.path, []).append(Draw(place.line, key.call, place.branches))
+        self.uses.draws.setdefault(key.path or (), []).append(Draw(place.line, key.call, place.branches))
 
     def _loop(self, eqn: Any, given: list[Value], place: _CallSite) -> list[Value]:
         loop = next(self.numbers)
@@ -219,8 +213,3 @@ class _Walk:
 
 def _is_literal(var: Any) -> bool:
     return isinstance(var, jax.extend.core.Literal)
-
-
-def _may_be_key(var: Any) -> bool:
-    """Returns whether a value is a key or the data of one."""
-    return bool(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) or var.aval.dtype == "uint32"
