@@ -63,7 +63,7 @@ UNTESTED = {
         "_equal: isinstance(first, jax.core.Tracer)",
         "_equal: isinstance(second, jax.core.Tracer)",
     ],
-    cotangent: [],
+    cotangent: ["without_cotangent: None", "without_cotangent: list(bound.items())"],
     analysis: [
         "_metric_rows: any((f.mixed for f in parts))",
         "_metric_rows: count.degree",
@@ -86,6 +86,7 @@ UNTESTED = {
         "_rows: not flow.mixed",
         "_usages: 1",
         "_usages: again is not None",
+        "_usages: bool(loss_usages)",
         "_usages: check",
         "_usages: shapes[0] is None",
         "_with_lines: eqn is None and any((flow.how == 'unknown' for flow in flows))",
@@ -95,6 +96,7 @@ UNTESTED = {
         "analyze: usages is not None and (not any((usage.mixed for usage in usages)))",
     ],
     row_table: [
+        "_fixed_gradients: len(paths) > 3",
         "_read_between: not u.unchanged",
         "_read_between: u.counted",
         "_read_between: u.per_replica",
@@ -168,6 +170,12 @@ def clipped(x):
     return x
 
 
+@jax.custom_vjp
+def replaced(x):
+    return x
+
+
+replaced.defvjp(lambda x: (x, None), lambda _, g: (jnp.ones_like(g),))
 clipped.defvjp(lambda x: (x, None), lambda _, g: (g.clip(-1, 1),))
 
 
@@ -187,7 +195,7 @@ def analyzed_losses():
     weights = lambda key: {"w": jnp.ones((4, 6)), "s": jnp.ones(6)}
     for loss in (keys_table.RIGHT | keys_table.WRONG).values():
         yield loss, {"batch": keys_table.ROWS, "params": weights}
-    for change in (*table.TRACED_ONCE.values(), clipped, lambda h: h.astype(jnp.float16), jax.nn.relu):
+    for change in (*table.TRACED_ONCE.values(), clipped, replaced, lambda h: h.astype(jnp.float16), jax.nn.relu):
         yield lambda p, b, k, change=change: sk.mean(change(logits(p, b))), {}
 
 
@@ -207,7 +215,7 @@ def observations():
     uses = lambda args: (lambda found: (found.text, found.problem))(keys.key_uses(*args))
     of_state = [usage for found in usages for usage in found if usage.what == "model state"]
     settings = [("warn", 1, 1), ("warn", 2, 2), ("allow", 2, 2), ("error", 1, 1)]
-    warned = lambda found: [row_table.row_warnings(found, "loss_fn", *each) for each in settings[:3]]
+    warned = lambda found: [row_table.row_warnings(found, "loss_fn", *each, ()) for each in settings[:3]]
     return {
         keys: [lambda args=args: uses(args) for args in calls["key_uses"]],
         constants: [lambda args=args: constants.check_constants(*args) for args in calls["check_constants"]],
@@ -220,7 +228,7 @@ def observations():
                 for each in ((1, False), (2, True))
             ),
             *(lambda found=found: warned(found) for found in usages),
-            *(lambda found=found: row_table.row_warnings(found, "loss_fn", *settings[3]) for found in usages),
+            *(lambda found=found: row_table.row_warnings(found, "loss_fn", *settings[3], ()) for found in usages),
             lambda: row_table.table_lines([]),
         ],
         agreement: [lambda usage=usage: agreement.reduction_of(usage) for usage in of_state],
