@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from spmdkit.checkpoint import listing, location, record, state_dict
+from spmdkit.checkpoint import architectures, listing, location, record, state_dict
 from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.run_directory import checkpoints_of_run
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
@@ -35,6 +35,7 @@ def export(
     format: Literal["safetensors", "orbax"] = "safetensors",
     which: Literal["params", "ema", "training"] = "params",
     evaluated: Evaluated | None = None,
+    names: str | None = None,
 ) -> int:
     """Writes the parameters of a step (None: the newest) to `out` atomically; returns the step.
 
@@ -46,6 +47,7 @@ def export(
         which: `params` are the parameters that are evaluated, `training` those of the optimizer. They differ only for a
             task with `Task.eval_params`, a schedule-free optimizer or lookahead, and then `params` needs `evaluated`.
         evaluated: computes the parameters to evaluate.
+        names: the map of `architectures` that gives the names and the layouts of transformers.
 
     Raises:
         CheckpointError: the step does not exist, is damaged, or does not contain the part.
@@ -55,10 +57,14 @@ def export(
     directory, out = location.resolve(directory), Path(out).absolute()
     _check_choice("export", format, FORMATS)
     _check_choice("export", which, PARTS)
+    map_ = None if names is None else architectures.find(names)
     if os.path.lexists(out):
         raise ConfigError(f"export to {out}: it exists. Nothing is overwritten. Choose another name or remove it.")
     step, arrays = _read_params(directory, step, which, evaluated)
-    _write(out, format, arrays, {"step": str(step), "which": which})
+    metadata = {"step": str(step), "which": which}
+    if map_ is not None:
+        arrays, metadata = architectures.write(map_, arrays), metadata | {"format": "pt"}  # transformers requires it
+    _write(out, format, arrays, metadata)
     return step
 
 

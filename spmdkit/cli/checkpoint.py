@@ -74,6 +74,10 @@ def checkpoint_export(
     step: Step = None,
     format: Annotated[str, typer.Option(help="safetensors or orbax.")] = "safetensors",
     which: Annotated[str, typer.Option(help="params (those that are evaluated), ema, or training.")] = "params",
+    names: Annotated[
+        str | None,
+        typer.Option(help="Map for transformers: gpt2, llama, qwen2 ... (the model_type of its config.json)."),
+    ] = None,
 ) -> None:
     """Write the plain parameters of a checkpoint, for other tools."""
     from spmdkit import checkpoint
@@ -88,7 +92,7 @@ def checkpoint_export(
         return evaluated_arrays(config, task_of(config), arrays, grouped)
 
     where = checkpoint.checkpoints_of_run(run)
-    checkpoint.export(where, step, out, format=format, which=which, evaluated=evaluated)  # type: ignore[arg-type]
+    checkpoint.export(where, step, out, format=format, which=which, evaluated=evaluated, names=names)  # type: ignore[arg-type]
     echo(out)
 
 

@@ -202,7 +202,7 @@ NameRule = Annotated[
 NameRules = Annotated[
     list[NameRule] | str | Annotated[dict[str, Any], Field(min_length=1, max_length=1)],
     expects(
-        "a list of pairs [pattern, path of a leaf], or file.py:name of a function under @sk.weights",
+        "a list of pairs [pattern, path of a leaf], a map (gpt2), or file.py:name of a function under @sk.weights",
         '[["h\\.(\\d+)\\.weight", "blocks/\\1/w"]]',
     ),
 ]

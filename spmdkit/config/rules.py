@@ -65,7 +65,8 @@ def _init_from(config: Settings) -> Iterator[Problem]:
     if isinstance(given.names, list):
         return
     yield from plain_values(given.names, (*where, "names"))
-    if problem := reference_problem(plugins.split(given.names)[0], "weights"):
+    is_reference = plugins.is_reference(given.names) or not isinstance(given.names, str)  # else the name of a map
+    if is_reference and (problem := reference_problem(plugins.split(given.names)[0], "weights")):
         yield Problem((*where, "names"), problem)
 
 

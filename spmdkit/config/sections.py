@@ -198,7 +198,8 @@ class InitFrom(Section):
     """The directory or bucket of a run, with @best or @STEP (otherwise the newest step), or a folder that orbax
     wrote."""
     names: fields.NameRules = Field(default_factory=list)
-    """Pairs [regular expression that matches a whole name in the source, path of a parameter or null], or file.py:name
+    """Pairs [regular expression that matches a whole name in the source, path of a parameter or null], or the map of a
+    model of transformers (gpt2, llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text, bert, vit), or file.py:name
     of a function under @sk.weights, {file.py:name: {option: value}} with its keyword arguments. Names without a rule
     are paths, with / or dots."""
     what: list[Literal["params", "opt_state", "model_state", "ema"]] | None = Field(default=None, min_length=1)

@@ -1,9 +1,10 @@
 """Loads the state before step 1 from `init_from`: matches the arrays of a file, a run or a folder of orbax with the
 leaves of the state, and puts the slice of each device on it.
 
-A name is renamed by the first rule of `init_from.names` that matches it, or the arrays come from a function under
-`@sk.weights`. A path is that of a parameter (`blocks/0/w`), or of a leaf of the state (`model_state/norm/mean`). `/`
-and `.` are the same. All differences are reported together, before any array is read.
+A name is renamed by the first rule of `init_from.names` that matches it, or the arrays come from the map of an
+architecture or from a function under `@sk.weights`. A path is that of a parameter (`blocks/0/w`), or of a leaf of the
+state (`model_state/norm/mean`). `/` and `.` are the same. All differences are reported together, before any array is
+read.
 
 Memory: the arrays on the devices and one slice.
 """
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdkit.checkpoint import architectures
 from spmdkit.checkpoint.lazy_array import LazyArray
 from spmdkit.checkpoint.location import split_step
 from spmdkit.checkpoint.weights import Weights, open_weights
@@ -101,14 +103,15 @@ class _Match:
 
     def result(self) -> tuple[dict[str, LazyArray], list[str]]:
         """Returns (path -> array, notes)."""
-        has_rules = isinstance(self._given.names, list)
-        pairs = self._by_rules() if has_rules else self._by_function()
+        names = self._given.names
+        by_function = not isinstance(names, list) and plugins.is_reference(names)
+        pairs = self._by_function() if by_function else self._by_rules() if isinstance(names, list) else self._by_map()
         arrays, unused = dict[str, LazyArray](), list[LazyArray]()
         for name, array in pairs:
             path = self._by_name.get(name.replace("/", "."))
             if path is None:
                 unused.append(array)
-                if self._given.strict or not has_rules:
+                if self._given.strict or by_function:
                     also = f", named '{name}'," if name != array.name else ""
                     self._problems.append(f"{array}{also} is no leaf.{nearest(name, list(map(_shown, self._leaves)))}")
             elif path in arrays:
@@ -158,6 +161,12 @@ class _Match:
                 f"{self._where}: names: {replacement!r} is no replacement of the pattern '{match.re.pattern}' "
                 f"({error}). Write \\1 for the first group in parentheses."
             ) from None
+
+    def _by_map(self) -> Iterator[tuple[str, LazyArray]]:
+        shapes = {_shown(path): leaf.shape for path, leaf in self._leaves.items() if _head(path) == "params"}
+        assert isinstance(self._given.names, str)
+        map_ = architectures.find(self._given.names, f"{self._where}: names")
+        return architectures.read(map_, self._weights.names, self._weights, shapes)
 
     def _by_function(self) -> Iterator[tuple[str, LazyArray]]:
         text, options = plugins.split(self._given.names)  # type: ignore[arg-type]

@@ -1,0 +1,74 @@
+"""The transformer of the examples equals the models of transformers, and its weights are exchanged with them."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from spmdkit.checkpoint import architectures
+from spmdkit.checkpoint.weights import open_weights
+from spmdkit.foundation.trees import named_leaves
+from tests.reference import transformers_numbers as reference
+
+st = pytest.importorskip("safetensors.numpy")
+GOLDEN = json.loads(reference.GOLDEN.read_text())
+
+
+@pytest.fixture
+def example(load_example):
+    return load_example("transformer")
+
+
+def shape_of(example, case, config):
+    return example.Shape.of(config, 3 if case == "bert-classes" else 0)
+
+
+def load(example, shape, map_, file):
+    """Returns the parameters in a file."""
+    like = jax.eval_shape(lambda key: example.init_params(key, shape), jax.random.key(0))
+    leaves = dict(named_leaves(like))
+    with open_weights(file) as weights:
+        arrays = dict(architectures.read(map_, weights.names, weights, {k: x.shape for k, x in leaves.items()}))
+        assert {path: x.shape for path, x in arrays.items()} == {path: x.shape for path, x in leaves.items()}
+        values = [arrays[path].read() for path in leaves]
+    return jax.tree.unflatten(jax.tree.structure(like), values)
+
+
+def check(example, case, config, folder, expected, out):
+    """The logits are those expected, and the parameters become the same file again."""
+    shape, map_ = shape_of(example, case, config), architectures.find(config["model_type"])
+    params = load(example, shape, map_, folder / "model.safetensors")
+    found = jax.jit(lambda params, batch: example.logits(params, batch, shape))(params, reference.inputs(case))
+    real = reference.inputs(case)["mask"][..., None] > 0 if case == "bert" else True
+    difference = np.abs(np.asarray(found) - np.reshape(expected, found.shape))
+    assert np.max(np.where(real, difference, 0)) < 1e-5
+    written, source = architectures.write(map_, dict(named_leaves(params))), st.load_file(folder / "model.safetensors")
+    assert written.keys() == source.keys()
+    assert all(np.array_equal(written[name], source[name]) for name in source)
+    st.save_file({name: np.ascontiguousarray(x) for name, x in written.items()}, out, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_logits_and_names_are_those_of_transformers(example, case, tmp_path):
+    golden = GOLDEN[case]
+    arrays = {name: reference.draw(name, shape) for name, shape in golden["arrays"].items()}
+    st.save_file(arrays, tmp_path / "model.safetensors")
+    check(example, case, golden["config"], tmp_path, golden["logits"], tmp_path / "out.safetensors")
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("case", reference.CASES)
+def test_transformers_loads_what_is_exported(example, case, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    source, tuned = tmp_path / "source", tmp_path / "tuned"
+    kind = reference.create(case, source)
+    config = json.loads((source / "config.json").read_text())
+    tuned.mkdir()
+    (tuned / "config.json").write_text(json.dumps(config))
+    expected = reference.logits(kind, source, reference.inputs(case))
+    check(example, case, config, source, expected, tuned / "model.safetensors")
+    before, after = (kind.from_pretrained(folder).state_dict() for folder in (source, tuned))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name].numpy(), after[name].numpy()) for name in before)
