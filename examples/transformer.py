@@ -306,10 +306,11 @@ DIMS: dict[str, list[str | None]] = {
 
 
 def rules(shape: Shape) -> list[tuple[str, list[str | None]]]:
-    """Returns the layout rules of the parameters."""
+    """Returns the layout rules of the parameters. A vocabulary of an odd size, as that of GPT-2, is not sharded."""
     top, layer = shapes(shape)
+    dims = DIMS if shape.vocab % 2 == 0 else DIMS | {"embed": [None, "embed"], "head": ["embed", None]}
     paths = {name: name for name in top} | {name: rf"blocks/\d+/{name}" for name in layer}
-    return [(path, DIMS[name]) for name, path in paths.items() if name in DIMS]
+    return [(path, dims[name]) for name, path in paths.items() if name in dims]
 
 
 # --- the model ------------------------------------------------------------------------------------------------------
@@ -340,7 +341,8 @@ def hidden(params: Params, batch: Params, shape: Shape) -> jax.Array:
     if shape.image:
         x_BTD = embed_images(batch["images"], params, shape.patch)
     else:
-        x_BTD = sk.embed(batch["tokens"].astype(jnp.int32), params["embed"])
+        tokens_BT = batch["tokens"].astype(jnp.int32)
+        x_BTD = sk.embed(tokens_BT, params["embed"]) if shape.vocab % 2 == 0 else params["embed"][tokens_BT]
     positions_T = sk.context_positions(x_BTD.shape[1])
     if shape.scale_embed:
         x_BTD = x_BTD * jnp.asarray(math.sqrt(shape.width), x_BTD.dtype)

@@ -4,12 +4,15 @@ import json
 
 import jax
 import numpy as np
+import optax
 import pytest
 
+import spmdkit as sk
 from spmdkit.checkpoint import architectures
 from spmdkit.checkpoint.weights import open_weights
 from spmdkit.foundation.trees import named_leaves
 from tests.reference import transformers_numbers as reference
+from tests.support.core_runs import program_of, train
 
 st = pytest.importorskip("safetensors.numpy")
 GOLDEN = json.loads(reference.GOLDEN.read_text())
@@ -55,6 +58,22 @@ def test_logits_and_names_are_those_of_transformers(example, case, tmp_path):
     arrays = {name: reference.draw(name, shape) for name, shape in golden["arrays"].items()}
     st.save_file(arrays, tmp_path / "model.safetensors")
     check(example, case, golden["config"], tmp_path, golden["logits"], tmp_path / "out.safetensors")
+
+
+@pytest.mark.forms(1)
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}, {"data": 4}])
+def test_a_step_on_a_mesh_equals_one_device(example, mesh):
+    """Gemma 2: grouped heads, a window, caps, norms on both sides."""
+    config = GOLDEN["gemma2"]["config"] | {"vocab_size": 12}
+    shape = example.Shape.of(config)
+    examples = {"tokens": np.random.default_rng(0).integers(0, 12, (32, 9)).astype(np.int32)}
+    init = lambda key: example.init_params(key, shape)
+    loss = lambda params, batch, key: example.loss(params, batch, shape)
+    task = sk.Task(init, loss, optax.sgd(0.1), train_data=examples, rules=example.rules(shape))
+    one, many = (train(program_of(task, mesh=sizes), evaluate=False, steps=2) for sizes in ({}, mesh))
+    np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(many.params), jax.tree.leaves(one.params), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6)
 
 
 @pytest.mark.transformers
