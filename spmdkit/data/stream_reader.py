@@ -98,11 +98,12 @@ def check_stream(stream: Stream, what: str, seed: int, shards: int | None, batch
     Raises:
         ConfigError: it has no examples, gives other examples when it is opened again, or they have no common form.
     """
-    most, batched = stream.most_shards(), batched or getattr(stream, "batched", False)
+    most = stream.most_shards()
     num = min(shards or DEFAULT_SHARDS, DEFAULT_SHARDS if most is None else most)
     user = functools.partial(_call, what, 0)
     start: Callable[[], Shard] = lambda: user(lambda: stream.open(0, num, seed, 0, None))
     opened = start()
+    batched = batched or getattr(stream, "batched", False)
     with contextlib.suppress(StopIteration):
         example = user(opened.__next__)
         form = ExampleForm(f"shard 0 of {what}: example {{}}", 0, example, "the stream", "example", batched)

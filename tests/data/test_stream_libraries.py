@@ -9,7 +9,7 @@ from spmdkit.data.source import open_source
 from spmdkit.data.stream_reader import check_stream
 from spmdkit.data.streams.base import open_stream
 from spmdkit.errors import CheckpointError, ConfigError, UserCodeError
-from tests.support.libraries import LIBRARIES, NUM, grain_map, interleaved, loader
+from tests.support.libraries import LIBRARIES, NUM, grain_map, loader
 from tests.support.streams import SIZE, Job, batches
 
 STEPS = 12
@@ -73,10 +73,10 @@ def test_a_torch_loop_and_later_epochs():
         stream.open(0, 1, 3, 0, {**shard.state(), "num_workers": 3})
 
 
-def test_interleaved_data_are_not_sharded(tmp_path):
-    pytest.importorskip("datasets")
+def test_interleaved_data_are_not_sharded(tmp_path, monkeypatch):
+    data, _, _ = made("hf, interleaved", tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"can be opened as at most 1"):
-        Job(interleaved(tmp_path), shards=8)
+        Job(data, shards=8)
 
 
 def test_a_map_style_dataset_is_one_call_per_batch(tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def sharded_loader(shard, num_shards, seed):
 
     rows = [numbered(i) for i in range(shard, NUM, num_shards)]
     generator = torch.Generator().manual_seed(seed + shard)
-    return StatefulDataLoader(rows, batch_size=None, shuffle=True, generator=generator)
+    return StatefulDataLoader(rows, batch_size=3, shuffle=True, generator=generator)
 
 
 @stream
@@ -134,7 +134,7 @@ LIBRARIES = {
     "arrow files": ("pyarrow", arrow_files, True, True),
     "hf": ("datasets", hugging_face, True, True),
     "hf, map and filter": ("datasets", mapped, True, True),
-    "hf, arrow": ("datasets", lambda folder: hugging_face(folder).with_format("arrow"), True, True),
+    "hf, numpy": ("datasets", lambda folder: hugging_face(folder).with_format("numpy"), True, True),
     "hf, shuffle": ("datasets", lambda folder: hugging_face(folder).shuffle(seed=5, buffer_size=20), False, True),
     "hf, interleaved": ("datasets", interleaved, True, False),
     "hf, shuffle in a function": ("datasets", lambda folder: sharded_buffers, False, True),

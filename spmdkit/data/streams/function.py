@@ -15,10 +15,14 @@ METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 
 
 class StreamFunction:
-    """A stream that a user's function opens."""
+    """A stream that a user's function opens.
+
+    Attributes:
+        batched: the opened data yield chunks; known after `open`.
+    """
 
     def __init__(self, function: Callable[[int, int, int], Any]):
-        self._function = function
+        self._function, self.batched = function, False
 
     def __call__(self, shard: int, num_shards: int, seed: int) -> Any:
         return self._function(shard, num_shards, seed)
@@ -32,8 +36,11 @@ class StreamFunction:
             seed = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
         opened = self._function(shard, num_shards, seed)
         # A library's object has traps that its module knows. `shard` is already one part of the data.
-        stream = None if isinstance(opened, StreamFunction) else open_any(opened)
-        return IteratorShard(opened, state) if stream is None else stream.open(0, 1, seed, 0, state)
+        library = None if isinstance(opened, StreamFunction) else open_any(opened)
+        if library is None:
+            return IteratorShard(opened, state)
+        self.batched = getattr(library, "batched", False)
+        return library.open(0, 1, seed, 0, state)
 
 
 class IteratorShard:

@@ -1,12 +1,13 @@
 """Hugging Face `datasets.IterableDataset`: a shard is a part of its files, with their exact state.
 
-- `with_format("arrow")` is read as tables, cut to rows by the reader: more than ten times as fast as single rows.
+- Columns of numbers are read as tables, cut to rows by the reader: ten times as fast as single rows.
 - A shuffle buffer is counted: its own state omits the rows in the buffer.
 - `interleave_datasets` is opened once. As shards, all parts would draw from the same source at the same time.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -29,10 +30,14 @@ class HuggingFaceStream:
     """
 
     def __init__(self, dataset: Any):
-        formatting = dataset._formatting
-        self.batched = formatting is not None and formatting.is_table
-        self._dataset = dataset.with_format("numpy") if formatting is None else dataset
-        self._has_python_rows = formatting is None and dataset.features is None
+        features, formatting = dataset.features, dataset._formatting
+        is_plain = formatting is None or formatting.format_type is None
+        self._has_python_rows = is_plain and features is None
+        if is_plain:
+            is_table = features is not None and all(map(_is_numeric, features.values()))
+            dataset = dataset.with_format("arrow" if is_table else "numpy")
+        self.batched = dataset._formatting.is_table
+        self._dataset = dataset
         kinds = {type(node).__name__ for node in _nodes(dataset._ex_iterable)}
         self._is_buffered = any("BufferShuffled" in kind for kind in kinds)
         self._is_mixed = any("CyclingMultiSources" in kind for kind in kinds)
@@ -47,6 +52,15 @@ class HuggingFaceStream:
         part.set_epoch(epoch)
         convert = _of_table if self.batched else _of_python if self._has_python_rows else None
         return HuggingFaceShard(part, state, convert, counted=self._is_buffered)
+
+
+def _is_numeric(feature: Any) -> bool:
+    """Returns whether a column needs no decoding. float64 is read by the library's format, as float32."""
+    inner = getattr(feature, "feature", None)
+    if inner is not None:
+        return _is_numeric(inner)
+    is_number = re.fullmatch(r"bool|u?int\d+|float(16|32)", str(getattr(feature, "dtype", "")))
+    return type(feature).__name__ in ("Value", "ClassLabel") and is_number is not None
 
 
 def _of_table(table: Any) -> dict[str, np.ndarray]:
@@ -81,7 +95,9 @@ class _Converted:
         self.state_dict, self.load_state_dict = part.state_dict, part.load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._convert, self._part.iter(batch_size=TABLE_ROWS) if self._convert is _of_table else self._part)
+        # A generator, which `close` ends; a `map` would end later, in the thread that reads.
+        for x in self._part.iter(batch_size=TABLE_ROWS) if self._convert is _of_table else self._part:
+            yield self._convert(x)
 
 
 def _nodes(node: Any) -> Iterator[Any]:
