@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         Stop as Stop,
     )
     from spmdkit.run.loop import train as train
+    from spmdkit.run.prediction import predict as predict
     from spmdkit.run.script import join_processes as join_processes, start_run as start_run
     from spmdkit.step.gradient import value_and_grad as value_and_grad
     from spmdkit.step.metrics.aggregates import (
@@ -113,6 +114,7 @@ _NAMES = {
     "program.task": "Task",
     "run.hooks.base": "Evaluate Hook ReplaceState Rollback Save Stop",
     "run.loop": "train",
+    "run.prediction": "predict",
     "run.script": "join_processes start_run",
     "step.gradient": "value_and_grad",
     "step.metrics.aggregates": "Bincount Derived Max Sum bincount derived max sum",

@@ -102,9 +102,7 @@ def eval(
     from spmdkit.run.hooks.finite import check_evaluation
     from spmdkit.run.loop import evaluate as run
 
-    flags = [f"--step {step}"] * (step is not None) + ["--best"] * best + ["--initial"] * initial
-    if len(flags) > 1:
-        raise ConfigError(f"eval has {' and '.join(flags)}. Each selects a state. Omit one.")
+    _one_state(step, best, initial, "eval")
     loaded, cluster = _join(config, overrides)
     step, values = run(loaded, cluster, step=step, best=best, initial=initial, name=set_)
     if cluster.is_main:
@@ -116,6 +114,35 @@ def eval(
             echo(f"step {step} eval  " + "  ".join(shown))
     cluster.shutdown()
     check_evaluation(loaded, step, values)
+
+
+@app.command(epilog="Example: spmdkit predict configs/digits_cnn.yaml --out digits.npz")
+def predict(
+    config: ConfigPath,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="New file: .npz (arrays by their paths), or .npy.")],
+    overrides: Overrides = None,
+    step: Annotated[int | None, typer.Option(help="Use this step; default: the newest.", show_default=False)] = None,
+    best: Annotated[bool, typer.Option("--best", help="Use the best step by checkpoint.best.")] = False,
+    initial: Annotated[bool, typer.Option("--initial", help="Use the state before step 1.")] = False,
+    data: Annotated[str, typer.Option(help="eval_data or train_data.")] = "eval_data",
+) -> None:
+    """Write what Task.predict_fn returns for each row of a data set, in the order of the rows, from a checkpoint."""
+    from spmdkit.run import prediction
+
+    _one_state(step, best, initial, "predict")
+    prediction.check_out(out)
+    loaded, cluster = _join(config, overrides)
+    results = prediction.predict(loaded, data, step=step, best=best, initial=initial, cluster=cluster)
+    if cluster.is_main:
+        prediction.write(results, out)
+        echo(out)
+    cluster.shutdown()
+
+
+def _one_state(step: int | None, best: bool, initial: bool, command: str) -> None:
+    flags = [f"--step {step}"] * (step is not None) + ["--best"] * best + ["--initial"] * initial
+    if len(flags) > 1:
+        raise ConfigError(f"{command} has {' and '.join(flags)}. Each selects a state. Omit one.")
 
 
 @app.command(epilog="Example: spmdkit layout configs/fsdp.yaml")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -80,6 +80,10 @@ class Evaluator:
             for name, one in chosen.items()
             for metric, value in one(state, self._feeds[name]).items()
         }
+
+    def of_batches(self, state: TrainState) -> dict[str, Iterator[dict[str, Metric]]]:
+        """Returns the name of a set -> `SetEvaluator.of_batches`."""
+        return {name: one.of_batches(state, self._feeds[name]) for name, one in self._of.items()}
 
 
 def _named(name: str, metric: str) -> str:
@@ -168,24 +172,32 @@ class SetEvaluator:
 
     def __call__(self, state: TrainState, feed: Feed) -> dict[str, Any]:
         """Returns the metrics over the full set of `feed`."""
-        empty = empty_parts(self._totals, np.full)
-        carried = zeros = jax.device_put(empty, self._whole)
-        totals = empty[1]
+        totals = empty_parts(self._totals[1], np.full)
+        for sums in self.of_batches(state, feed, self._probe):
+            totals = add_on_host(totals, sums)
+        return {name: _value(metric) for name, metric in totals.items()}
+
+    def of_batches(self, state: TrainState, feed: Feed, probe: bool = False) -> Iterator[dict[str, Metric]]:
+        """Yields the metrics after each batch: what is added is of this batch alone, all else of all batches so far.
+
+        Args:
+            probe: whether the first batch with padding rows is checked.
+        """
+        carried = zeros = jax.device_put(empty_parts(self._totals, np.full), self._whole)
         with feed.stream(1, feed.num_batches) as batches:
             while True:
                 with phase.during(phase.EVALUATION, phase.READING):
                     if (item := next(batches, None)) is None:
                         break
                 number, batch, _ = item
-                if batch.mask is not None and self._probe:
+                if batch.mask is not None and probe:
                     self._check_padding(functools.partial(self._compiled, zeros, state), batch, feed)
-                    self._probe = False
+                    self._probe = probe = False
                 # Several processes with several CPU devices deadlock with much work in flight. So wait each time.
                 carried = self._compiled(carried, state, batch)
                 if feed.is_empty(number) and int(carried[0]) < number:  # a stream has ended on all processes
                     break
-                totals = add_on_host(totals, carried[1])
-        return {name: _value(metric) for name, metric in totals.items()}
+                yield carried[1]
 
     def _check_padding(self, run: Callable[[Batch], Any], batch: Batch, feed: Feed) -> None:
         def by_kind(batch: Batch) -> dict[str, Any]:

@@ -168,13 +168,15 @@ def with_user_state(task: Task, config: Config, mesh: Mesh | None = None) -> Tas
                 f"{name} has no effect: init returns a {type(abstract).__name__}, which holds its own optimizer. "
                 f"Configure it there, or remove {name}."
             )
-    check_arity("eval_fn", task.eval_fn, ("state", "batch"))
+    for name in ("eval_fn", "predict_fn"):
+        check_arity(name, getattr(task, name), ("state", "batch"))
     state = UserState(abstract, view)
     return dataclasses.replace(
         task,
         init=lambda key: state.split(task.init(key)),
         train_step=state.step_of(task.train_step),
         eval_fn=None if task.eval_fn is None else state.evaluation_of(task.eval_fn),
+        predict_fn=None if task.predict_fn is None else state.evaluation_of(task.predict_fn),
         optimizer=optax.identity(),
         state=None,
     )

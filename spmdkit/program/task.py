@@ -46,6 +46,8 @@ class Task:
             have the structure of `train_data` is several sets: `{"clean": a, "hard": b}` gives `clean/loss`.
         eval_fn: `eval_fn(params, batch) -> {name: sk.mean(...)}`, with model state `eval_fn(params, state, batch)`;
             default: `loss_fn` with `key=None`.
+        predict_fn: `predict_fn(params, batch) -> arrays`, with model state `predict_fn(params, state, batch)`: any
+            pytree of arrays with the rows of the batch as first dim, for `spmdkit predict`.
         eval_params: `eval_params(state) -> params`, the parameters that are evaluated and exported, for an optimizer
             that trains others. Known for `optax.contrib.schedule_free` and `optax.lookahead`.
         train_step: `train_step(state, batch) -> (state, metrics)`, replaces the default step that calls `loss_fn`.
@@ -77,6 +79,7 @@ class Task:
     train_data: Any = None
     eval_data: Any = None
     eval_fn: Callable[..., Any] | None = None
+    predict_fn: Callable[..., Any] | None = None
     eval_params: Callable[..., Any] | None = None
     train_step: Callable[..., Any] | None = None
     view: Literal["global", "replica"] = "global"
@@ -92,7 +95,7 @@ class Task:
     unit: str = "examples"
 
     def __post_init__(self) -> None:
-        for name in ("init", "loss_fn", "eval_fn", "eval_params", "train_step"):
+        for name in ("init", "loss_fn", "eval_fn", "predict_fn", "eval_params", "train_step"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 what = f"Task.{name} is {type(value).__name__}"
@@ -165,7 +168,8 @@ class Task:
         """Raises ConfigError if `loss_fn` or `eval_fn` has the wrong number of arguments for this model."""
         state = ("state",) if stateful else ()
         check_arity("loss_fn", self.loss_fn, ("params", *state, "batch", "key"))
-        check_arity("eval_fn", self.eval_fn, ("params", *state, "batch"))
+        for name in ("eval_fn", "predict_fn"):
+            check_arity(name, getattr(self, name), ("params", *state, "batch"))
 
 
 def set_name(name: str) -> str:

@@ -250,7 +250,6 @@ def open_on_all_processes(
     )
 
 
-@ignores_user_settings
 def evaluate(
     config: Config,
     cluster: Cluster,
@@ -268,6 +267,21 @@ def evaluate(
     Raises:
         CheckpointError: it does not exist, is damaged, or is of a different model.
     """
+    function: Callable[[Program, TrainState], dict[str, Any]] = lambda program, state: program.eval(state, name)
+    return on_checkpoint(config, cluster, function, task, step, best, initial)
+
+
+@ignores_user_settings
+def on_checkpoint(
+    config: Config,
+    cluster: Cluster,
+    function: Callable[[Program, TrainState], Any],
+    task: Task | None = None,
+    step: int | None = None,
+    best: bool = False,
+    initial: bool = False,
+) -> tuple[int, Any]:
+    """Returns (step, `function(program, state)`) of a checkpoint; see `evaluate`."""
     with watchdog_context(config, cluster), enable_cache(config.compile_cache, config.folder):
         with phase.during("import"):
             consistency.same_start(cluster, config)
@@ -276,7 +290,7 @@ def evaluate(
             with phase.during("restore"):
                 state = restore.state_before_step_1(cluster, program).state
             with phase.during("evaluation"):
-                return 0, program.eval(state, name)
+                return 0, function(program, state)
         directory = checkpoints_of(config)
         checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes, cluster=cluster)
         with restore.chosen_for_all(cluster, checkpoints, step, best) as chosen:
@@ -292,4 +306,4 @@ def evaluate(
                 state, *_ = restored(checkpoints, chosen, program)
             checkpoints.close()
         with phase.during("evaluation"):
-            return chosen, program.eval(state, name)
+            return chosen, function(program, state)

@@ -45,6 +45,8 @@ def predict(
 ) -> Any:
     """Returns what `Task.predict_fn` returns for every row, as numpy arrays on every process, in the order of the rows.
 
+    Several evaluation sets give a dict by their names.
+
     Args:
         data: `eval_data` or `train_data` of the task, or a data set with any structure that `predict_fn` accepts.
         step, best, initial: the state: of a step, the best checkpoint, or before step 1; default: the newest.
@@ -70,7 +72,10 @@ def predict(
 
 
 def _of_rows(predict_fn: Callable[..., Any], found: dict[Literal["structure"], Any]) -> Callable[..., Any]:
-    """Returns an evaluation with one metric for each array, which is added over replicas as `sk.bincount` is. `found` receives the tree of the results."""
+    """Returns an evaluation with one metric for each array, which is added over replicas as `sk.bincount` is.
+
+    `found` receives the tree of the results.
+    """
 
     def eval_fn(*arguments: Any) -> dict[str, Bincount]:
         examples = trace_context.current_examples()
@@ -99,15 +104,18 @@ def _of_rows(predict_fn: Callable[..., Any], found: dict[Literal["structure"], A
 
 
 def _joined(program: Program, state: TrainState, found: dict[Literal["structure"], Any]) -> Any:
-    """Returns the results of all batches without padding rows."""
-    parts = list[dict[str, np.ndarray]]()
-    for metrics in program.evaluator.of_batches(state):
-        arrays = {name: np.asarray(metric.value) for name, metric in jax.device_get(metrics).items()}
-        kept = arrays.pop("mask").astype(bool)
-        parts.append({name: x[kept] for name, x in arrays.items()})
-    structure, dtypes = found["structure"]
-    leaves = [np.concatenate([part[f"_{i}"] for part in parts]).astype(x, copy=False) for i, x in enumerate(dtypes)]
-    return jax.tree.unflatten(structure, leaves)
+    """Returns the results of all batches without padding rows; of several sets, by their names."""
+    joined = dict[str, Any]()
+    for name, batches in program.evaluator.of_batches(state).items():
+        parts = list[dict[str, np.ndarray]]()
+        for metrics in batches:
+            arrays = {key: np.asarray(metric.value) for key, metric in jax.device_get(metrics).items()}
+            kept = arrays.pop("mask").astype(bool)
+            parts.append({key: x[kept] for key, x in arrays.items()})
+        structure, dtypes = found["structure"]
+        leaves = [np.concatenate([part[f"_{i}"] for part in parts]).astype(x) for i, x in enumerate(dtypes)]
+        joined[name] = jax.tree.unflatten(structure, leaves)
+    return joined[""] if joined.keys() == {""} else joined
 
 
 def write(results: Any, out: Path) -> None:
