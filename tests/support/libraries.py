@@ -1,6 +1,8 @@
 """The same examples as data of each library: name -> (package, function that returns the data, exact, any number of
 shards). `folder` has the files of `write_files`."""
 
+from pathlib import Path
+
 import numpy as np
 
 import spmdkit as sk
@@ -24,12 +26,13 @@ def table(ids):
 
 
 def write_files(folder):
-    """Writes eight Parquet files of four row groups, and returns their names."""
+    """Writes eight Parquet files of four row groups if they are missing, and returns their names."""
     import pyarrow.parquet as pq
 
     names = [f"{folder}/{i}.parquet" for i in range(FILES)]
     for name, ids in zip(names, np.split(np.arange(NUM), FILES), strict=True):
-        pq.write_table(table(ids), name, row_group_size=10)
+        if not Path(name).exists():
+            pq.write_table(table(ids), name, row_group_size=10)
     return names
 
 

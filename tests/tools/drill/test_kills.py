@@ -1,10 +1,12 @@
 """SIGKILLs of any process in any phase, with restarts: bitwise equal results, no committed step lost. One of
-them, and in a slow form a hundred (`make soak`, with seeds by SEED)."""
+them, three for each stream, and in slow forms a hundred (`make soak`, with seeds by SEED) and forty."""
 
 import json
 import os
 
 import pytest
+
+from tests.support.libraries import LIBRARIES
 
 pytestmark = pytest.mark.processes
 
@@ -37,6 +39,42 @@ def test_random_kill_ends_bitwise_equal(drills):
     print(figures(result))
     assert result["fired"] == 1 and result["same_parameters"] and result["same_metrics"]
     assert result["attempts"] == 2 and drills.leftover_files() == []
+
+
+STREAM_TASK = """
+from pathlib import Path
+import jax.numpy as jnp
+import optax
+import spmdkit as sk
+from tests.support.libraries import LIBRARIES, NUM
+
+@sk.task
+def task(kind):
+    def loss_fn(params, batch, key):
+        errors = (batch["x"] @ params["w"] / NUM - 1) ** 2
+        return sk.mean(errors), {"ids": sk.sum(batch["id"]), "squares": sk.sum((batch["id"] % 97) ** 2)}
+
+    data = LIBRARIES[kind][1](Path(__file__).parent / "data")
+    return sk.Task(lambda key: {"w": jnp.ones(3) / 9}, loss_fn, optax.adam(1e-2), train_data=data)
+"""
+
+
+@pytest.mark.streams
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("kills", [3, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["grain, mix and filter", "hf, map and filter", "torchdata"])
+def test_random_kills_of_a_stream_end_bitwise_equal(drills, kind, kills):
+    pytest.importorskip(LIBRARIES[kind][0])
+    (drills.path / "data").mkdir()
+    LIBRARIES[kind][1](drills.path / "data")  # writes the files
+    (drills.path / "task.py").write_text(STREAM_TASK)
+    size = [f"task_args.kind={kind!r}", f"steps={6 * kills + 12}", "log.every_steps=1", "data.prefetch=4"]
+    options = ["--fault", "kill:random", "--count", str(kills), "--seed", "5"]
+    code, output = drills.run("-n", "1", *size, *options, timeout_s=20 * kills, cache=str(drills.path / "cache"))
+    assert code == 0, output
+    result = drills.result()
+    print(figures(result))
+    assert result["fired"] == kills and result["same_parameters"] and result["same_metrics"]
 
 
 @pytest.mark.slow
