@@ -5,7 +5,7 @@ another mesh. record.json is written just before orbax renames the temporary dir
 """
 
 from spmdkit.checkpoint.checkpoints import Checkpoints
-from spmdkit.checkpoint.export import export, mean_of_groups, read_state
+from spmdkit.checkpoint.export import export, read_state
 from spmdkit.checkpoint.lease import Lease
 from spmdkit.checkpoint.listing import best_step, choose_step, hold_step, inspect, ls, newest_step, verify
 from spmdkit.checkpoint.object_store import Remote
@@ -14,6 +14,7 @@ from spmdkit.checkpoint.record import ignored_entries
 from spmdkit.checkpoint.retention import remove
 from spmdkit.checkpoint.run_directory import checkpoints_of_run, prepare_run_dir, run_lock
 from spmdkit.checkpoint.state_dict import leaf_table, nest
+from spmdkit.checkpoint.weights import mean_of_groups
 
 __all__ = [
     "DAMAGED_MARK",

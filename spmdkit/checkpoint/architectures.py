@@ -22,9 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from spmdkit.checkpoint.lazy_array import LazyArray, stack
+from spmdkit.checkpoint.lazy_array import LazyArray, concatenate, stack
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
 
@@ -250,21 +248,21 @@ def _boxes(
     return boxes
 
 
-def write(map_: Architecture, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def write(map_: Architecture, arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
     """Returns name -> array of the file, for the parameters in `arrays` (path -> array).
 
     Raises:
         ConfigError: the map has no row for a parameter.
     """
-    out, used = dict[str, np.ndarray](), set[str]()
+    out, used = dict[str, LazyArray](), set[str]()
     for row, paths in _matches(map_, {path: array.shape for path, array in arrays.items()}):
         used |= {*paths}
         layers = _layers(row, paths[0], arrays[paths[0]].shape)
         for i, layer in enumerate(layers or [_layer(paths[0])]):
-            parts = [arrays[path] if layers is None else arrays[path][i] for path in paths]
+            parts = [arrays[path] if layers is None else arrays[path].at(i) for path in paths]
             turned = [_to_theirs(row, part) for part in parts]
             joined = _joined_dim(row)
-            out[row.name.replace("*", layer)] = turned[0] if joined is None else np.concatenate(turned, joined)
+            out[row.name.replace("*", layer)] = turned[0] if joined is None else concatenate(turned, joined)
     if unknown := [path for path in arrays if path not in used]:
         raise ConfigError(
             f"export: the map has no row for {', '.join(unknown[:4])} ({len(unknown)} of {len(arrays)} parameters). "
@@ -329,6 +327,6 @@ def _to_ours(row: Row, array: LazyArray, shape: tuple[int, ...]) -> LazyArray:
     return array.reshape(*(sizes[dim] for dim in inner)).transpose(*(inner.index(dim) for dim in row.dims.split()))
 
 
-def _to_theirs(row: Row, array: np.ndarray) -> np.ndarray:
+def _to_theirs(row: Row, array: LazyArray) -> LazyArray:
     shape, ours = _name_shape(row, array.shape), row.dims.split()
-    return array.transpose([ours.index(dim) for dim in _flat(row)]).reshape(shape)
+    return array.transpose(*(ours.index(dim) for dim in _flat(row))).reshape(*shape)

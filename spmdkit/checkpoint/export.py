@@ -1,28 +1,34 @@
-"""Reads plain arrays from a checkpoint, without a model or a mesh. `export` writes parameters for other tools, as one
-safetensors file or a separate orbax checkpoint. `read_state` is used to compare two runs.
+"""Reads plain arrays from a checkpoint, without a model or a mesh. `export` writes parameters for other tools, as
+safetensors files or a separate orbax checkpoint. `read_state` is used to compare two runs.
 
-The record describes every leaf, so neither the task nor its code is needed.
+The record describes every leaf, so neither the task nor its code is needed. Memory: safetensors files are written one
+array at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import jax
 import numpy as np
 
-from spmdkit.checkpoint import architectures, listing, location, record, state_dict
+from spmdkit.checkpoint import architectures, location, record, state_dict
+from spmdkit.checkpoint.lazy_array import LazyArray
 from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.run_directory import checkpoints_of_run
+from spmdkit.checkpoint.weights import INDEX, SAFETENSORS, one_copy, open_checkpoint
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
 from spmdkit.foundation import files
 from spmdkit.foundation.formatting import nearest
 
 FORMATS = ("safetensors", "orbax")
-PARTS = ("params", "ema", "training")
+PARTS = ("params", "ema", "model_state", "training")
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 Evaluated = Callable[[dict[str, np.ndarray], dict[str, Any]], dict[str, np.ndarray]]
 """`(path -> array of the state, record) -> path -> array of the parameters to evaluate`."""
@@ -30,21 +36,24 @@ Evaluated = Callable[[dict[str, np.ndarray], dict[str, Any]], dict[str, np.ndarr
 
 def export(
     directory: Location | str,
-    step: int | None,
+    step: int | str | None,
     out: Path | str,
-    format: Literal["safetensors", "orbax"] = "safetensors",
-    which: Literal["params", "ema", "training"] = "params",
+    format: str = "safetensors",
+    what: Sequence[str] = ("params",),
     evaluated: Evaluated | None = None,
     names: str | None = None,
+    max_shard_size: str = "5GB",
 ) -> int:
-    """Writes the parameters of a step (None: the newest) to `out` atomically; returns the step.
+    """Writes parts of a step (a number, `best`, or None for the newest) to `out` atomically; returns the step.
 
-    `safetensors`: a file named by the paths below the parameters (`blocks/0/kernel`), with the metadata `step` and
-    `which`. `orbax`: a folder with the nested dict, for `ocp.StandardCheckpointer().restore`, without arrays that have
-    no elements, because orbax does not support them.
+    `safetensors`: a file named by the paths below the part (`blocks/0/kernel`), of several parts by the full paths
+    (`params/blocks/0/kernel`), with the metadata `step` and `what`. Above `max_shard_size` it is several files, for
+    example `model-00001-of-00002.safetensors`, and `model.safetensors.index.json`. `orbax`: a folder with the nested
+    dict, for `ocp.StandardCheckpointer().restore`, without arrays that have no elements, because orbax does not support
+    them.
 
     Args:
-        which: `params` are the parameters that are evaluated, `training` those of the optimizer. They differ only for a
+        what: `params` are the parameters that are evaluated, `training` those of the optimizer. They differ only for a
             task with `Task.eval_params`, a schedule-free optimizer or lookahead, and then `params` needs `evaluated`.
         evaluated: computes the parameters to evaluate.
         names: the map of `architectures` that gives the names and the layouts of transformers.
@@ -56,16 +65,33 @@ def export(
     """
     directory, out = location.resolve(directory), Path(out).absolute()
     _check_choice("export", format, FORMATS)
-    _check_choice("export", which, PARTS)
-    map_ = None if names is None else architectures.find(names)
-    if os.path.lexists(out):
-        raise ConfigError(f"export to {out}: it exists. Nothing is overwritten. Choose another name or remove it.")
-    step, arrays = _read_params(directory, step, which, evaluated)
-    metadata = {"step": str(step), "which": which}
-    if map_ is not None:
-        arrays, metadata = architectures.write(map_, arrays), metadata | {"format": "pt"}  # transformers requires it
-    _write(out, format, arrays, metadata)
-    return step
+    for part in what:
+        _check_choice("export", part, PARTS)
+    most, map_ = _num_bytes(max_shard_size), None if names is None else architectures.find(names)
+    if map_ is not None and (len(what) > 1 or "model_state" in what):
+        raise ConfigError(f"export of {', '.join(what)} with names: a map names parameters. Export params alone.")
+    for path in (out, _index_of(out)):
+        if os.path.lexists(path):
+            raise ConfigError(f"export to {path}: it exists. Nothing is overwritten. Choose another name or remove it.")
+    with _opened(directory, step, what, evaluated) as (saved, arrays):
+        metadata = {"step": str(saved.step), "what": ",".join(what)}
+        if map_ is not None:
+            arrays, metadata = (
+                architectures.write(map_, arrays),
+                metadata | {"format": "pt"},
+            )  # transformers requires it
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            if format == "safetensors":
+                _write_safetensors(out, arrays, metadata, most)
+            else:
+                _write_orbax(out, arrays)
+        except OSError as error:
+            raise CheckpointWriteError(
+                f"export to {out} failed ({record.first_line(error)}). Its folder must be writable and have space "
+                "for the parameters. Choose another path."
+            ) from error
+        return saved.step
 
 
 def load_params(run: Path | str, what: str = "params") -> Any:
@@ -73,7 +99,7 @@ def load_params(run: Path | str, what: str = "params") -> Any:
 
     Args:
         run: the directory of a run or the URL of its bucket, with `@best` or `@200`; default: the newest step.
-        what: `params`, `ema`, or `training`, as in `export`.
+        what: `params`, `ema`, `model_state`, or `training`, as in `export`.
 
     Raises:
         CheckpointError: the step does not exist, is damaged, or does not contain the part.
@@ -81,7 +107,8 @@ def load_params(run: Path | str, what: str = "params") -> Any:
     """
     _check_choice("load_params", what, PARTS)
     where, step = location.split_step(str(run))
-    _, arrays = _read_params(location.resolve(checkpoints_of_run(where)), step, what, None)
+    with _opened(location.resolve(checkpoints_of_run(where)), step, (what,), None) as (_, lazy):
+        arrays = {path: array.read() for path, array in lazy.items()}
     return arrays[what] if arrays.keys() == {what} else state_dict.nest(arrays)
 
 
@@ -90,111 +117,121 @@ def _check_choice(what: str, value: str, options: Sequence[str]) -> None:
         raise ConfigError(f"{what}: unknown {value!r}. Valid: {', '.join(options)}.{nearest(value, options)}")
 
 
-def _read_params(
-    directory: Location, step: int | str | None, which: str, evaluated: Evaluated | None
-) -> tuple[int, dict[str, np.ndarray]]:
-    """Returns (step, path -> array); see `export`."""
-    with listing.hold_step(directory, lambda: listing.choose_step(directory, step)) as chosen:
-        saved = record.read_record(directory, chosen)
-        record.check_files(directory, saved)
-        with location.local_copy(directory, saved.step) as local:
-            derives = which == "params" and bool(saved.user.get("eval_params"))
-            if derives and evaluated is None:
-                raise ConfigError(
-                    f"export of step {saved.step}: the task or its optimizer derives the parameters to evaluate from "
-                    "the state. Run spmdkit checkpoint export with the run's directory, or choose which: training."
-                )
-            part = "params" if which == "training" else which
-            arrays = _read_state(local, saved) if derives else _read_part(local, saved, part)
-    if derives and evaluated is not None:
-        arrays = evaluated(arrays, saved.user)
-    elif saved.user.get("groups"):  # of replicas that train separately: their mean, which evaluation uses
-        arrays = {name: mean_of_groups(array) for name, array in arrays.items()}
-    return saved.step, arrays
+def _num_bytes(size: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)", size)
+    if match is None or not (num := int(float(match[1]) * UNITS[match[2]])):
+        raise ConfigError(f"export: max_shard_size {size!r} is no size. Write a number and a unit: 5GB, 500MB, 2GiB.")
+    return num
 
 
-def _write(out: Path, format: str, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with files.atomic_path(out) as partial:
-            if format == "safetensors":
-                _write_safetensors(partial, arrays, metadata)
+@contextlib.contextmanager
+def _opened(
+    directory: Location, step: int | str | None, what: Sequence[str], evaluated: Evaluated | None
+) -> Iterator[tuple[record.Record, dict[str, LazyArray]]]:
+    """Yields (record, name -> array) of parts of a step; see `export`."""
+    with open_checkpoint(directory, step) as (saved, leaves):
+        named, merged = dict[str, LazyArray](), one_copy(saved, leaves)
+        for part in what:
+            if part == "params" and saved.user.get("eval_params"):
+                if evaluated is None:
+                    raise ConfigError(
+                        f"export of step {saved.step}: the task or its optimizer derives the parameters to evaluate "
+                        "from the state. Run spmdkit checkpoint export with the run's directory, or choose what: "
+                        "training."
+                    )
+                values = evaluated({path: array.read() for path, array in leaves.items()}, saved.user)
+                arrays = {path: LazyArray.of(path, x) for path, x in values.items()}
             else:
-                from spmdkit.checkpoint import orbax_backend
-
-                orbax_backend.write_plain(
-                    partial, state_dict.nest({name: array for name, array in arrays.items() if array.size})
-                )
-    except OSError as error:
-        raise CheckpointWriteError(
-            f"export to {out} failed ({record.first_line(error)}). Its folder must be writable and have space "
-            "for the parameters. Choose another path."
-        ) from error
+                arrays = _part(directory, saved, merged, part)
+            start = f"{part}/" if len(what) > 1 else ""
+            named |= {(start + path).rstrip("/") or part: array for path, array in arrays.items()}
+        yield saved, named
 
 
-def mean_of_groups(array: np.ndarray) -> np.ndarray:
-    """Reduces [groups, ...] to [...]: the mean for floats, the first element for other dtypes."""
-    is_float = jax.numpy.issubdtype(array.dtype, jax.numpy.inexact)
-    wide = np.promote_types(array.dtype, np.float32) if array.dtype.kind == "f" else np.float32
-    mean: np.ndarray = array.astype(wide).mean(0).astype(array.dtype) if is_float else array[0]
-    return mean
-
-
-def _read_part(directory: Path, found: record.Record, which: str) -> dict[str, np.ndarray]:
-    part = {path: leaf for path, leaf in found.leaves.items() if path == which or path.startswith(f"{which}/")}
-    if not part:
-        held = sorted({path.split("/")[0] for path in found.leaves})
-        hint = " Set ema in the config to keep averaged parameters." if which == "ema" else ""
+def _part(
+    directory: Location, saved: record.Record, arrays: Mapping[str, LazyArray], part: str
+) -> dict[str, LazyArray]:
+    """Returns path below the part -> array; the path of a single array is empty."""
+    field = "params" if part == "training" else part
+    paths = [path for path in saved.leaves if path == field or path.startswith(f"{field}/")]
+    if not paths:
+        held = sorted({path.split("/")[0] for path in saved.leaves})
+        hint = " Set ema in the config to keep averaged parameters." if part == "ema" else ""
         raise CheckpointError(
-            f"export of {which} from {directory / str(found.step)}: it holds {', '.join(held)}, no {which}.{hint}"
+            f"export of {part} from {directory / str(saved.step)}: it holds {', '.join(held)}, no {part}.{hint}"
         )
-    for path, (_, dtype) in part.items():
-        if dtype.startswith("key<"):
+    for path in paths:
+        if path not in arrays:
             raise CheckpointError(
-                f"export of {which}: `{path}` is a random key ({dtype}), not a parameter, which has no form outside "
-                "JAX. Keep keys in the model state."
+                f"export of {part}: `{path}` is a random key ({saved.leaves[path][1]}), not a parameter, which has no "
+                "form outside JAX. Keep keys in the model state."
             )
-    return {path.removeprefix(f"{which}/"): array for path, array in read_leaves(directory, found, part).items()}
+    return {path.removeprefix(field).removeprefix("/"): arrays[path] for path in paths}
 
 
-def _write_safetensors(path: Path, arrays: dict[str, Any], metadata: dict[str, str]) -> None:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
-    except ImportError:
-        raise ConfigError(
-            "export as safetensors needs the package safetensors, which is not installed. "
-            "Run `pip install 'spmdkit[safetensors]'`, or export with format orbax."
-        ) from None
-    try:
-        save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, path, metadata=metadata)
-    except (SafetensorError, KeyError, TypeError) as error:
-        dtypes = ", ".join(sorted({str(array.dtype) for array in arrays.values()}))
-        raise ConfigError(
-            f"export as safetensors of arrays of {dtypes}: {record.first_line(error)}. Not every dtype exists there. "
-            "Export with format orbax."
-        ) from error
-
-
-def read_leaves(directory: Path, found: record.Record, part: state_dict.LeafTable) -> dict[str, np.ndarray]:
-    """Returns `{path: array}` of the leaves in `part`, which must not contain random keys.
-
-    Raises:
-        DamagedError: the leaves cannot be read.
-    """
+def _write_orbax(out: Path, arrays: Mapping[str, LazyArray]) -> None:
     from spmdkit.checkpoint import orbax_backend
 
-    abstract = {path: jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for path, (shape, dtype) in part.items()}
-    try:
-        loaded = orbax_backend.load_numpy(
-            directory / str(found.step), state_dict.nest({path: leaf for path, leaf in abstract.items() if leaf.size})
+    with files.atomic_path(out) as partial:
+        tree = state_dict.nest({name: array.read() for name, array in arrays.items() if 0 not in array.shape})
+        orbax_backend.write_plain(partial, tree)
+
+
+# ---- safetensors
+
+
+def _index_of(out: Path) -> Path:
+    return out.with_name(out.name + INDEX)
+
+
+def _write_safetensors(out: Path, arrays: Mapping[str, LazyArray], metadata: dict[str, str], most: int) -> None:
+    """Writes one file, or several of at most `most` bytes of arrays (or one larger array) and their index.
+
+    Source: the file names and the index of huggingface_hub (`split_state_dict_into_shards_factory`).
+    """
+    if unknown := sorted({str(array.dtype) for array in arrays.values()} - {*SAFETENSORS.values()}):
+        raise ConfigError(
+            f"export as safetensors of arrays of {', '.join(unknown)}. This dtype does not exist there. Export with "
+            "format orbax."
         )
-    except Exception as error:
-        raise record.damaged_error(directory, found.step, record.first_line(error)) from error
-    return {
-        path: state_dict.pick(loaded, path) if leaf.size else np.zeros(leaf.shape, leaf.dtype)
-        for path, leaf in abstract.items()
-    }
+    shards, size = list[dict[str, LazyArray]](), 0
+    for name, array in arrays.items():
+        if not shards or (size + array.nbytes > most and shards[-1]):
+            shards.append({})
+            size = 0
+        shards[-1][name] = array
+        size += array.nbytes
+    with contextlib.ExitStack() as stack:  # files get their names at the end, the index last
+        if len(shards) == 1:
+            return _write_shard(stack.enter_context(files.atomic_path(out)), shards[0], metadata)
+        index = stack.enter_context(files.atomic_path(_index_of(out)))
+        holder = dict[str, str]()
+        for i, shard in enumerate(shards, 1):
+            path = out.with_name(f"{out.stem}-{i:05d}-of-{len(shards):05d}{out.suffix}")
+            _write_shard(stack.enter_context(files.atomic_path(path)), shard, metadata)
+            holder |= dict.fromkeys(shard, path.name)
+        total = {"total_size": sum(array.nbytes for array in arrays.values())}
+        index.write_text(json.dumps({"metadata": total, "weight_map": holder}, indent=2))
+
+
+def _write_shard(path: Path, arrays: Mapping[str, LazyArray], metadata: dict[str, str]) -> None:
+    """Writes a safetensors file, one array at a time. The safetensors package holds all arrays twice (0.8.0).
+
+    Source: "Format" in the documentation of safetensors: the length of the header, the header in JSON, the arrays.
+    """
+    names = {dtype: name for name, dtype in SAFETENSORS.items()}
+    header, end = dict[str, Any](__metadata__=metadata), 0
+    ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)  # aligned
+    for name, array in ordered:
+        header[name] = {"dtype": names[str(array.dtype)], "shape": array.shape}
+        header[name]["data_offsets"] = [end, end + array.nbytes]
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, array in ordered:
+            np.ascontiguousarray(array.read()).tofile(file)
 
 
 def read_state(directory: Path, step: int | None = None) -> dict[str, np.ndarray]:
@@ -204,12 +241,5 @@ def read_state(directory: Path, step: int | None = None) -> dict[str, np.ndarray
     Raises:
         CheckpointError: the step does not exist, or is damaged.
     """
-    with listing.hold_step(directory, lambda: listing.choose_step(directory, step)) as chosen:
-        saved = record.read_record(directory, chosen)
-        record.check_files(directory, saved)
-        return _read_state(directory, saved)
-
-
-def _read_state(directory: Path, saved: record.Record) -> dict[str, np.ndarray]:
-    part = {path: leaf for path, leaf in saved.leaves.items() if not leaf[1].startswith("key<")}
-    return read_leaves(directory, saved, part)
+    with open_checkpoint(directory, step) as (_, leaves):
+        return {path: array.read() for path, array in leaves.items()}

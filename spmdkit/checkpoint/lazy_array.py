@@ -43,6 +43,10 @@ class LazyArray:
     def ndim(self) -> int:
         return len(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
     def read(self, index: Any = ...) -> np.ndarray:
         """Returns a slice of the array in memory; default: the whole array."""
         box, shape = self._box(index)
@@ -69,6 +73,16 @@ class LazyArray:
             return self.fetch(tuple(slice(x.start + i, x.stop + i) for x, i in zip(box, starts, strict=True)))
 
         return LazyArray(self.name, shape, self.dtype, fetch)
+
+    def at(self, i: int) -> LazyArray:
+        """Returns element `i` of the first dim."""
+        return self[i : i + 1].reshape(*self.shape[1:])
+
+    @classmethod
+    def of(cls, name: str, array: Any) -> LazyArray:
+        """Returns an array that is in memory."""
+        array = np.asarray(array)
+        return cls(name, array.shape, array.dtype, array.__getitem__)
 
     def split(self, num: int, dim: int = 0) -> list[LazyArray]:
         """Returns `num` equal parts along a dim."""

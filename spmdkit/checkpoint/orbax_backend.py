@@ -263,17 +263,6 @@ def load(
     return _from_disk(restored[STATE_FOLDER], tree)
 
 
-def load_numpy(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns a part of a step (`tree`: abstract arrays) as numpy arrays, without a model or a mesh."""
-    args = ocp.args.PyTreeRestore(
-        item=(item := _on_disk(tree)),
-        restore_args=jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), item),
-        partial_restore=True,
-    )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        return _from_disk(checkpointer.restore(str(folder / STATE_FOLDER), args=args), tree)
-
-
 def open_array(folder: Path, name: str, zarr3: bool = True, ocdbt: bool = True) -> Any:
     """Returns a tensorstore of one array of a checkpoint. `folder`: of its arrays; `name`: its path, joined by dots."""
     import tensorstore as ts

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from spmdkit.checkpoint import lazy_array, listing, location, record
-from spmdkit.checkpoint.export import mean_of_groups
 from spmdkit.checkpoint.lazy_array import Box, LazyArray
 from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.run_directory import checkpoints_of_run
@@ -31,9 +30,10 @@ from spmdkit.foundation.formatting import nearest
 INDEX = ".index.json"
 FIELDS = ("params", "opt_state", "model_state", "ema")
 """The parts of a train state that can be loaded."""
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
-_DTYPES |= {"I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8"}
-_DTYPES |= {"BOOL": "bool"}
+SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
+SAFETENSORS |= {"I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8"}
+SAFETENSORS |= {"BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+"""Names of dtypes in safetensors files."""
 
 
 class Weights:
@@ -105,9 +105,8 @@ def open_weights(where: Path | str, step: int | str | None = None) -> Iterator[W
         if plain is not None:
             yield Weights(str(plain), _orbax(plain))
             return
-        choose = lambda: listing.choose_step(directory, step)
-        chosen = stack.enter_context(listing.hold_step(directory, choose))
-        yield Weights(f"{where} step {chosen}", _checkpoint(directory, chosen, stack))
+        saved, arrays = stack.enter_context(open_checkpoint(directory, step))
+        yield Weights(f"{where} step {saved.step}", one_copy(saved, arrays))
 
 
 # ---- safetensors
@@ -160,8 +159,8 @@ def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Lazy
     arrays = {}
     for name in file.keys():  # noqa: SIM118  not a mapping
         part = file.get_slice(name)
-        if part.get_dtype() in _DTYPES:
-            dtype = jax.numpy.dtype(_DTYPES[part.get_dtype()])
+        if part.get_dtype() in SAFETENSORS and not part.get_dtype().startswith("F8"):  # numpy in safetensors 0.8.0
+            dtype = jax.numpy.dtype(SAFETENSORS[part.get_dtype()])
             arrays[name] = LazyArray(name, tuple(part.get_shape()), dtype, part.__getitem__)
     return arrays
 
@@ -169,11 +168,29 @@ def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Lazy
 # ---- checkpoints
 
 
-def _checkpoint(directory: Location, step: int, stack: contextlib.ExitStack) -> dict[str, LazyArray]:
+@contextlib.contextmanager
+def open_checkpoint(
+    directory: Location, step: int | str | None
+) -> Iterator[tuple[record.Record, dict[str, LazyArray]]]:
+    """Yields (record, path -> array of the state) of a step, without random keys. They can be read in the context.
+
+    Args:
+        step: a number, `best`, or None for the newest.
+
+    Raises:
+        CheckpointError: the step does not exist, or is damaged.
+    """
+    with contextlib.ExitStack() as stack:
+        chosen = stack.enter_context(listing.hold_step(directory, lambda: listing.choose_step(directory, step)))
+        saved = record.read_record(directory, chosen)
+        record.check_files(directory, saved)
+        yield saved, _checkpoint(directory, saved, stack)
+
+
+def _checkpoint(directory: Location, saved: record.Record, stack: contextlib.ExitStack) -> dict[str, LazyArray]:
     from spmdkit.checkpoint import orbax_backend
 
-    saved = record.read_record(directory, step)
-    record.check_files(directory, saved)
+    step = saved.step
 
     @functools.cache
     def folder() -> Path:  # of a bucket: downloaded when the first array is read
@@ -189,19 +206,31 @@ def _checkpoint(directory: Location, step: int, stack: contextlib.ExitStack) -> 
                 what = f"{path}: {record.first_line(record.root_cause(error))}"
                 raise record.damaged_error(directory, step, what) from error
 
-        whole = LazyArray(path, shape, jax.numpy.dtype(dtype), fetch)
-        return _mean_of_groups(whole) if saved.user.get("groups") and path.split("/")[0] in FIELDS else whole
+        return LazyArray(path, shape, jax.numpy.dtype(dtype), fetch)
 
     return {
         path: leaf(path, shape, dtype) for path, (shape, dtype) in saved.leaves.items() if not dtype.startswith("key<")
     }
 
 
-def _mean_of_groups(array: LazyArray) -> LazyArray:
-    """Returns the mean of the groups that train separately, as `mean_of_groups`."""
-    every = slice(0, array.shape[0])
-    fetch: Callable[[Box], np.ndarray] = lambda box: mean_of_groups(array.fetch((every, *box)))
-    return LazyArray(array.name, array.shape[1:], array.dtype, fetch)
+def mean_of_groups(array: np.ndarray) -> np.ndarray:
+    """Reduces [groups, ...] to [...]: the mean for floats, the first element for other dtypes."""
+    is_float = jax.numpy.issubdtype(array.dtype, jax.numpy.inexact)
+    wide = np.promote_types(array.dtype, np.float32) if array.dtype.kind == "f" else np.float32
+    mean: np.ndarray = array.astype(wide).mean(0).astype(array.dtype) if is_float else array[0]
+    return mean
+
+
+def one_copy(saved: record.Record, arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
+    """Returns the arrays of a checkpoint with the mean of groups of replicas that train separately, if it has any."""
+
+    def mean(array: LazyArray) -> LazyArray:
+        every = slice(0, array.shape[0])
+        fetch: Callable[[Box], np.ndarray] = lambda box: mean_of_groups(array.fetch((every, *box)))
+        return LazyArray(array.name, array.shape[1:], array.dtype, fetch)
+
+    grouped = FIELDS if saved.user.get("groups") else ()
+    return {path: mean(array) if path.split("/")[0] in grouped else array for path, array in arrays.items()}
 
 
 def _orbax_folder(folder: Path, step: int | str | None) -> Path | None:

@@ -16,8 +16,7 @@ import typer
 
 from spmdkit.cli import bench, checkpoint, launch
 from spmdkit.cli.checkpoint import echo
-from spmdkit.cli.options import AsJson, ConfigPath, Overrides
-from spmdkit.errors import ConfigError
+from spmdkit.cli.options import AsJson, ConfigPath, Overrides, one_state
 from spmdkit.faults import run_process
 from spmdkit.foundation.formatting import visible
 
@@ -102,7 +101,7 @@ def eval(
     from spmdkit.run.hooks.finite import check_evaluation
     from spmdkit.run.loop import evaluate as run
 
-    _one_state(step, best, initial, "eval")
+    one_state(step, best, initial, "eval")
     loaded, cluster = _join(config, overrides)
     step, values = run(loaded, cluster, step=step, best=best, initial=initial, name=set_)
     if cluster.is_main:
@@ -129,7 +128,7 @@ def predict(
     """Write what Task.predict_fn returns for each row of a data set, in the order of the rows, from a checkpoint."""
     from spmdkit.run import prediction
 
-    _one_state(step, best, initial, "predict")
+    one_state(step, best, initial, "predict")
     prediction.check_out(out)
     loaded, cluster = _join(config, overrides)
     results = prediction.predict(loaded, data, step=step, best=best, initial=initial, cluster=cluster)
@@ -137,12 +136,6 @@ def predict(
         prediction.write(results, out)
         echo(out)
     cluster.shutdown()
-
-
-def _one_state(step: int | None, best: bool, initial: bool, command: str) -> None:
-    flags = [f"--step {step}"] * (step is not None) + ["--best"] * best + ["--initial"] * initial
-    if len(flags) > 1:
-        raise ConfigError(f"{command} has {' and '.join(flags)}. Each selects a state. Omit one.")
 
 
 @app.command(epilog="Example: spmdkit layout configs/fsdp.yaml")

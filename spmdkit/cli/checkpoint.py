@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spmdkit.cli.options import AsJson
+from spmdkit.cli.options import AsJson, one_state
 from spmdkit.errors import CheckpointError
 from spmdkit.foundation.formatting import visible
 
@@ -72,15 +72,24 @@ def checkpoint_export(
     run: RunDir,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="File (safetensors) or folder (orbax) to write.")],
     step: Step = None,
+    best: Annotated[bool, typer.Option("--best", help="Use the best step by checkpoint.best.")] = False,
+    what: Annotated[
+        str,
+        typer.Option(help="Comma list: params (those that are evaluated), ema, model_state, training (optimizer's)."),
+    ] = "params",
     format: Annotated[str, typer.Option(help="safetensors or orbax.")] = "safetensors",
-    which: Annotated[str, typer.Option(help="params (those that are evaluated), ema, or training.")] = "params",
+    max_shard_size: Annotated[
+        str, typer.Option(help="Above it: OUT-00001-of-0000N.safetensors and OUT.safetensors.index.json.")
+    ] = "5GB",
     names: Annotated[
         str | None,
         typer.Option(help="Map for transformers: gpt2, llama, qwen2 ... (the model_type of its config.json)."),
     ] = None,
 ) -> None:
-    """Write the plain parameters of a checkpoint, for other tools."""
+    """Write the plain arrays of a checkpoint, for other tools."""
     from spmdkit import checkpoint
+
+    one_state(step, best, False, "checkpoint export")
 
     def evaluated(arrays: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
         from spmdkit.config import load_config
@@ -92,8 +101,9 @@ def checkpoint_export(
         return evaluated_arrays(config, task_of(config), arrays, grouped)
 
     where = checkpoint.checkpoints_of_run(run)
-    checkpoint.export(where, step, out, format=format, which=which, evaluated=evaluated, names=names)  # type: ignore[arg-type]
-    echo(out)
+    chosen = "best" if best else step
+    checkpoint.export(where, chosen, out, format, what.split(","), evaluated, names, max_shard_size)
+    echo(out if out.exists() else f"{out}.index.json")
 
 
 @app.command("verify", epilog="Example: spmdkit checkpoint verify runs/first")

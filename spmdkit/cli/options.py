@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from spmdkit.errors import ConfigError
+
 
 def _keep_for_ourselves(requested: bool) -> bool:
     """Redirects file descriptor 1 to standard error, except for Python's own standard output.
@@ -34,3 +36,10 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides with dotted keys.", show_default=False)
 ]
+
+
+def one_state(step: int | None, best: bool, initial: bool, command: str) -> None:
+    """Raises ConfigError if more than one of `--step`, `--best` and `--initial` is given."""
+    flags = [f"--step {step}"] * (step is not None) + ["--best"] * best + ["--initial"] * initial
+    if len(flags) > 1:
+        raise ConfigError(f"{command} has {' and '.join(flags)}. Each selects a state. Omit one.")

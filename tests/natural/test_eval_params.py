@@ -154,9 +154,9 @@ def test_a_run_selects_and_exports_them(tmp_path, name, capsys):
     assert main(["train", f"{tmp_path}/t.yaml"]) == 0
     _, evaluated, loss = by_hand(name)
     params, _, _ = by_hand(name)
-    for which, expected in (("params", evaluated), ("training", params)):
-        out = tmp_path / f"{which}.safetensors"
-        assert main(["checkpoint", "export", f"{tmp_path}/run", str(out), "--which", which]) == 0
+    for what, expected in (("params", evaluated), ("training", params)):
+        out = tmp_path / f"{what}.safetensors"
+        assert main(["checkpoint", "export", f"{tmp_path}/run", str(out), "--what", what]) == 0
         assert max(leaf_errors(load_file(out), jax.device_get(expected)).values()) <= 1e-5
     capsys.readouterr()
     assert main(["eval", f"{tmp_path}/t.yaml", "--json"]) == 0

@@ -11,6 +11,7 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.checkpoint import Checkpoints
+from spmdkit.cli import main
 from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import CheckpointError, ConfigError
 from spmdkit.program.program import Program
@@ -85,7 +86,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     settings = {
         "ema": 0.9,
-        "checkpoint": {"every_steps": 5, "best": {"metric": "loss", "mode": "min"}},
+        "checkpoint": {"every_steps": 5, "best": {"metric": "loss", "mode": "max"}},
         "eval": {"every_steps": 5},
     }
     train(folder, **settings)
@@ -105,6 +106,16 @@ def test_parameters_are_loaded_on_the_host(run):
         sk.load_params(folder / "nowhere")
     with pytest.raises(CheckpointError, match="has steps"):
         sk.load_params(f"{folder}/run@7")
+
+
+def test_the_best_step_is_exported(run, tmp_path, capsys):
+    folder, program = run
+    out = str(tmp_path / "model.safetensors")
+    assert main(["checkpoint", "export", f"{folder}/run", out, "--best", "--what", "params,ema"]) == 0
+    assert capsys.readouterr().out.strip() == out
+    best, found = program.restore("best"), st.load_file(out)
+    assert best.step != program.restore().step
+    assert found == {"params/w": best.params["w"], "ema/w": best.ema["w"]}
 
 
 def test_a_program_restores_onto_its_mesh(run):
