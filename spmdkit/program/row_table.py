@@ -104,16 +104,17 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
 def row_warnings(
     usages: Sequence[Usage], what: str, mixing: RowMixing, microbatches: int, replicas: int, roles: Collection[str]
 ) -> list[str]:
-    """Returns a warning for each line that mixes rows, and for each operation without a rule.
+    """Returns a warning for each line that mixes rows or draws the same numbers for the rows of every replica, and for
+    each operation without a rule.
 
     Args:
         what: name of the loss function.
-        mixing: `error` raises for mixed rows; `allow` does not report them.
+        mixing: `error` raises for these lines; `allow` does not report them.
         replicas: number of replicas that reduce one model state.
         roles: paths of frozen and overwritten parameters.
 
     Raises:
-        ConfigError: rows are mixed and `mixing` is `error`.
+        ConfigError: there is such a line and `mixing` is `error`.
     """
     by_cause: dict[tuple[str, str, str | None], list[str]] = {}
     for usage in usages:
@@ -123,19 +124,22 @@ def row_warnings(
             by_cause.setdefault((function, "mixed", usage.mixed), []).append(name)
         elif usage.whole and microbatches > 1 and function == what:
             by_cause.setdefault((function, "whole", usage.whole), []).append(name)
+        if usage.same_draws is not None:
+            by_cause.setdefault((function, "drawn", usage.same_draws), []).append(name)
         if usage.unknown is not None and usage.rows == "unknown":
             by_cause.setdefault((function, *usage.unknown), []).append(name)
     texts = [] if mixing == "allow" or 1 in (microbatches, replicas) else _read_between(usages, what)
     texts += _fixed_gradients(usages, what, roles)
     for (function, cause, line), names in by_cause.items():
         at, results = f"{line}: " if line else "", ", ".join(names)
-        if cause not in ("mixed", "whole"):
+        if cause not in ("mixed", "whole", "drawn"):
             texts.append(
                 f"{at}{function} computes {results} with {cause}, for which the analysis has no rule. How rows enter "
                 "is unknown. `spmdkit verify` compares the meshes."
             )
         elif mixing != "allow":
-            text = f"{at}{function} mixes rows in {results}. {_mixed_text(cause, microbatches)}"
+            does = "draws random numbers for the rows" if cause == "drawn" else "mixes rows"
+            text = f"{at}{function} {does} in {results}. {_mixed_text(cause, microbatches)}"
             if mixing == "error":
                 raise ConfigError(f"row_mixing is error. {text}")
             texts.append(text)
@@ -173,6 +177,12 @@ def _mixed_text(cause: str, microbatches: int) -> str:
         return (
             f"The rows of all replicas are read, but only those of one of {microbatches} microbatches. So the result "
             "differs from microbatches: 1. If this is intended, set Task(row_mixing='allow')."
+        )
+    if cause == "drawn":
+        return (
+            "Their key is the same on every replica and in every microbatch, so all of them draw the same numbers, and "
+            "the result differs from one device. Draw from sk.example_keys() or from the key that the loss receives. "
+            "If it is intended, set Task(row_mixing='allow')."
         )
     return (
         "A replica and a microbatch hold a part of the batch, so with more than one of them the result differs from "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import time
 
 import jax
@@ -351,6 +352,7 @@ def example_noise(keys):
 
 
 ONCE, AGAIN, LOOP = "once", "several times: ", "once for all iterations of a loop: "
+SAME = "the same numbers on every replica: "
 KEYS = {
     "no draw": (lambda b, k: b["y"], "not used"),
     "one draw": (lambda b, k: noise(k, b), ONCE),
@@ -390,6 +392,27 @@ KEYS = {
         AGAIN,
     ),
     "jit": (lambda b, k: jax.jit(noise)(k, b) + jax.jit(noise)(k, b), AGAIN),
+    "constant key": (lambda b, k: noise(jax.random.key(0), b), SAME),
+    "constant key beside another": (lambda b, k: noise(jax.random.PRNGKey(0), b) + noise(k, b), SAME),
+    "constant key in a loop": (lambda b, k: looped_noise(lambda i: jax.random.key(i), b, jnp.arange(3)), SAME),
+    "constant key in a branch": (
+        lambda b, k: jax.lax.cond(b["y"].sum() > 0, lambda: noise(jax.random.key(0), b), lambda: b["y"]),
+        SAME,
+    ),
+    "constant keys of rows": (lambda b, k: example_noise(jax.random.split(jax.random.key(0), len(b["y"]))), SAME),
+    "constant key of columns": (lambda b, k: b["y"] * jax.random.normal(jax.random.key(0), (CLASSES,)), "not used"),
+    "constant key for one number of rows": (
+        lambda b, k: noise(jax.random.key(0), b) + b["y"].reshape(ROWS // PARTS, CLASSES),
+        "not used",
+    ),
+    "key of the replica": (
+        lambda b, k: noise(jax.random.fold_in(jax.random.key(0), sk.replica_index()), b),
+        "not used",
+    ),
+    "keys of ids": (
+        lambda b, k: example_noise(jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(b["id"])),
+        "not used",
+    ),
 }
 
 
@@ -399,6 +422,22 @@ def test_uses_of_keys_are_counted(name):
     program = build(lambda p, b, k: sk.mean(errors(p, b)) + 0 * sk.mean(draw(b, k)))
     [row] = program.row_table
     assert row.keys == expected if expected in (ONCE, "not used") else row.keys.startswith(f"{expected}tests/step/")
+
+
+def keyed(own):
+    """Builds a loss that draws from the key in its model state; `own`: with the index of the replica."""
+
+    def loss(p, state, b, k):
+        key = jax.random.fold_in(state["key"], sk.replica_index()) if own else state["key"]
+        return sk.mean(errors(p, b) * noise(key, b)), {}, {"key": jax.random.split(state["key"])[0]}
+
+    return build(loss, state={"key": jax.random.key(1)})
+
+
+def test_rows_drawn_from_a_shared_key_are_reported():
+    [note] = [note for note in keyed(False).notes if "draws random numbers" in note]
+    assert re.match(r"tests/step/test_row_analysis\.py:\d+: loss_fn draws random numbers for the rows in loss", note)
+    assert "sk.example_keys()" in note and not [n for n in keyed(True).notes if "draws random numbers" in n]
 
 
 GENERATOR = np.random.default_rng(0)

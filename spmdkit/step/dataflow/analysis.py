@@ -56,6 +56,7 @@ class Usage:
         whole: line at which rows of other replicas were read, or None.
         unknown: (primitive, line) of the first operation without a rule, or None.
         keys: how a loss uses its keys.
+        same_draws: line at which a loss draws the same random numbers for the rows of every replica, or None.
         flow: of a leaf of the model state.
         old: how the old value of a leaf of the model state enters; `factor`: the number it is multiplied by, or None if
             that is unknown.
@@ -75,6 +76,7 @@ class Usage:
     whole: str | None = None
     unknown: tuple[str, str | None] | None = None
     keys: str = ""
+    same_draws: str | None = None
     flow: Flow = NONE
     old: Literal["", "not at all", "retained", "affine", "other"] = ""
     factor: float | None = None
@@ -168,13 +170,18 @@ def _usages(
     flows = iter(found)
     loss_flows, metric_flows = (jax.tree.map(lambda _: next(flows), part) for part in shapes[:2])
     leaves_in = jax.tree.leaves((inputs.state, inputs.shared, rows, replica))
-    keys = key_uses(traced, [i for i, x in enumerate(leaves_in) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)])
+    is_key = [i for i, x in enumerate(leaves_in) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    keys = key_uses(traced, is_key, len(lead), num if unique else 0)
     if keys.problem:
         raise ConfigError(keys.problem)
     loss_usages = [] if shapes[0] is None else [_usage("loss", "", shapes[0], loss_flows)]
     scaled = bool(loss_usages) and needs_scale(traced)
     fixed = _without_cotangent(traced, inputs, len(jax.tree.leaves(loss_flows)), bound) if scaled else ()
-    usages = [replace(usage, keys=keys.text, needs_scale=scaled, fixed_gradients=fixed) for usage in loss_usages]
+    same = keys.on_each_replica[0] if keys.on_each_replica else None
+    usages = [
+        replace(usage, keys=keys.text, same_draws=same, needs_scale=scaled, fixed_gradients=fixed)
+        for usage in loss_usages
+    ]
     usages += [_usage("metric", name, shapes[1][name], metric_flows[name]) for name in shapes[1]]
     leaves = named_leaves(shapes[2])
     if leaves:
@@ -308,4 +315,4 @@ def _with_lines(
     unknown: tuple[str, str | None] | None = None if eqn is None else (eqn.primitive.name, compat.user_line(eqn))
     if eqn is None and any(flow.how == "unknown" for flow in flows):
         unknown = ("an operation", None)
-    return Usage(what, name, rows, lines["mixed"], lines["whole"], unknown, "", *rest)
+    return Usage(what, name, rows, lines["mixed"], lines["whole"], unknown, "", None, *rest)

@@ -45,12 +45,14 @@ class Value(NamedTuple):
         loops: the loops of which it depends on the iteration.
         call: the call of `sk.example_keys` that derived it, or None.
         same: of a value that is no key: equal for equal values.
+        varies: whether it can differ between replicas.
     """
 
     path: tuple[Any, ...] | None = None
     loops: frozenset[int] = frozenset()
     call: Call | None = None
     same: Any = None
+    varies: bool = False
 
 
 class Draw(NamedTuple):
@@ -77,11 +79,13 @@ class KeyUses:
         draws: derivation of a key -> draws from it.
         in_loops: lines inside a loop that draw from a key which does not depend on the iteration.
         repeated: (line of a call of `sk.example_keys`, line of its loop) with the same keys in each iteration.
+        on_each_replica: lines that draw the same numbers for the rows of every replica.
     """
 
     draws: dict[tuple[Any, ...], list[Draw]] = field(default_factory=dict)
     in_loops: list[str | None] = field(default_factory=list)
     repeated: list[tuple[str | None, str | None]] = field(default_factory=list)
+    on_each_replica: list[str | None] = field(default_factory=list)
 
     @property
     def several(self) -> list[str | None]:
@@ -111,18 +115,25 @@ class KeyUses:
     def text(self) -> str:
         """How the keys are used, with the lines of a repeated use."""
         at: Callable[[list[str | None]], str] = lambda lines: ", ".join(line for line in lines if line)
+        if self.on_each_replica:
+            return f"the same numbers on every replica: {at(self.on_each_replica[:1])}"
         if self.in_loops:
             return f"once for all iterations of a loop: {at(self.in_loops[:1])}"
         return f"several times: {at(self.several)}" if self.several else "once" if self.draws else "not used"
 
 
-def key_uses(closed: jax.extend.core.ClosedJaxpr, keys: Sequence[int]) -> KeyUses:
-    """Returns how the inputs with these indices are used as keys."""
-    uses, given = KeyUses(), [Value()] * len(closed.jaxpr.invars)
-    for index in keys:
-        given[index] = Value(("key", index))
-    _Walk(uses, itertools.count(), {}).run(closed.jaxpr, given, _CallSite())
-    return uses
+def key_uses(closed: jax.extend.core.ClosedJaxpr, keys: Sequence[int], shared: int, rows: int) -> KeyUses:
+    """Returns how a loss uses its keys.
+
+    Args:
+        keys: indices of the inputs that are keys.
+        shared: number of leading inputs that are the same on every replica.
+        rows: number of rows if no other dim is a multiple of it, otherwise 0.
+    """
+    given = [Value(("key", i) if i in keys else None, varies=i >= shared) for i in range(len(closed.jaxpr.invars))]
+    walk = _Walk(KeyUses(), itertools.count(), {}, {}, rows)
+    walk.run(closed.jaxpr, given, _CallSite())
+    return walk.uses
 
 
 @dataclass(frozen=True)
@@ -140,6 +151,8 @@ class _Walk:
     uses: KeyUses
     numbers: Iterator[int]
     lines: dict[int, str | None]  # of loops
+    drawing: dict[Any, bool]  # jaxpr -> whether it draws random numbers
+    rows: int
 
     def run(self, jaxpr: Any, given: Sequence[Value], place: _CallSite) -> list[Value]:
         """Returns the results of a jaxpr."""
@@ -155,10 +168,11 @@ class _Walk:
     def _results(self, eqn: Any, given: list[Value], place: _CallSite) -> list[Value]:
         name, num = eqn.primitive.name, len(eqn.outvars)
         around = frozenset().union(*(value.loops for value in given))
-        if all(value.path is None for value in given):
-            same = (name, str(eqn.params), given[0].same) if name in _CONVERSIONS and given[0].same else None
-            return [Value(None, around, same=same)] * num
+        varies = name == "axis_index" or any(value.varies for value in given)
         inner = list(jaxprs.inner_jaxprs(eqn))
+        if all(value.path is None for value in given) and name not in _DRAWS and not self._draws(inner):
+            same = (name, str(eqn.params), given[0].same) if name in _CONVERSIONS and given[0].same else None
+            return [Value(None, around, same=same, varies=varies)] * num
         line = compat.user_line(eqn) or place.line
         here = replace(place, line=line, trace=(*place.trace, id(eqn.source_info.traceback)))
         if name in ("scan", "while"):
@@ -173,8 +187,8 @@ class _Walk:
         if inner and len(inner[0].invars) == len(given) and len(inner[0].outvars) == num:
             return self.run(inner[0], given, here)
         if name in _DRAWS:
-            self._draw(given[0], here)
-            return [Value(None, around)] * num
+            self._draw(given[0], here, eqn.outvars[0].aval.shape)
+            return [Value(None, around, varies=varies)] * num
         operands = zip(given, eqn.invars, strict=True)
         makers = compat.functions_of(eqn, rng.__file__)
         of_layer = rng.fold_layer.__name__ in makers
@@ -186,14 +200,27 @@ class _Walk:
         call = next((value.call for value in given if value.call is not None), None)
         if rng.example_keys.__name__ in makers:
             call = Call(line, here.trace, here.loops)
-        return [Value((*path, i), around, call) for i in range(num)]
+        return [Value((*path, i), around, call, varies=varies) for i in range(num)]
 
-    def _draw(self, key: Value, place: _CallSite) -> None:
+    def _draws(self, inner: Sequence[Any]) -> bool:
+        """Returns whether one of these jaxprs draws random numbers."""
+        for jaxpr in inner:
+            if jaxpr not in self.drawing:
+                self.drawing[jaxpr] = any(
+                    eqn.primitive.name in _DRAWS or self._draws(list(jaxprs.inner_jaxprs(eqn))) for eqn in jaxpr.eqns
+                )
+        return any(self.drawing[jaxpr] for jaxpr in inner)
+
+    def _draw(self, key: Value, place: _CallSite, shape: Sequence[int]) -> None:
+        if not key.varies and self.rows and any(dim % self.rows == 0 for dim in shape):
+            self.uses.on_each_replica.append(place.line)
+        if key.path is None:
+            return
         if same := [loop for loop in place.loops if loop not in key.loops]:
             self.uses.in_loops.append(place.line)
             if called := [loop for loop in same if key.call is not None and loop in key.call.loops]:
                 self.uses.repeated.append((key.call and key.call.line, self.lines[called[-1]]))
-        self.uses.draws.setdefault(key.path or (), []).append(Draw(place.line, key.call, place.branches))
+        self.uses.draws.setdefault(key.path, []).append(Draw(place.line, key.call, place.branches))
 
     def _loop(self, eqn: Any, given: list[Value], place: _CallSite) -> list[Value]:
         loop = next(self.numbers)
@@ -204,11 +231,11 @@ class _Walk:
             given = given[eqn.params["cond_nconsts"] :]
             first, body = eqn.params["body_nconsts"], eqn.params["body_jaxpr"].jaxpr
         moving = [
-            Value(x.path and ("iteration", loop, i, x.path), x.loops | {loop}, x.call)
+            Value(x.path and ("iteration", loop, i, x.path), x.loops | {loop}, x.call, varies=x.varies)
             for i, x in enumerate(given[first:])
         ]
         out = self.run(body, [*given[:first], *moving], replace(place, loops=(*place.loops, loop)))
-        return [Value(x.path and ("after", loop, x.path), x.loops - {loop}, x.call) for x in out]
+        return [Value(x.path and ("after", loop, x.path), x.loops - {loop}, x.call, varies=x.varies) for x in out]
 
 
 def _is_literal(var: Any) -> bool:
