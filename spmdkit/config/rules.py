@@ -28,6 +28,7 @@ def check(config: Settings, folder: Path) -> list[Problem]:
     rules = (
         _task,
         _init_from,
+        _length,
         _batch,
         _mesh,
         _layout,
@@ -68,6 +69,19 @@ def _init_from(config: Settings) -> Iterator[Problem]:
     is_reference = plugins.is_reference(given.names) or not isinstance(given.names, str)  # else the name of a map
     if is_reference and (problem := reference_problem(plugins.split(given.names)[0], "weights")):
         yield Problem((*where, "names"), problem)
+
+
+def _length(config: Settings) -> Iterator[Problem]:
+    if config.epochs is None and config.steps is None:
+        yield Problem(("steps",), "is null, and so is epochs. A run has one of them. Try steps: 100, or epochs: 3.")
+    elif config.epochs is not None and config.steps is not None:
+        text = (
+            f"is {config.epochs}, and steps is {config.steps}. A run has one length. Remove one of them, or set it to"
+        )
+        yield Problem(("epochs",), f"{text} null.")
+    elif config.epochs is not None and parameter_server.is_chosen(config):
+        text = "with sync: parameter_server a step is an update, and workers read batches at their own pace. Set steps."
+        yield Problem(("epochs",), f"is {config.epochs}; {text}")
 
 
 def _hidden(value: Any, path: KeyPath) -> Iterator[Problem]:
@@ -192,7 +206,7 @@ def _warmup(config: Settings, name: str, options: Mapping[str, Any]) -> Iterator
     text = ""
     if steps and name == "sum":
         text = f"is sum with warmup: {steps}, steps in which sum is used instead. Write reducer: sum."
-    elif steps >= config.steps:
+    elif config.steps is not None and steps >= config.steps:
         text = (
             f"has warmup: {steps}, and steps is {config.steps}: {name} would never add. A warm-up ends before the run "
             f"does. Try warmup: {config.steps // 10}, or reducer: sum."
@@ -339,7 +353,8 @@ def _combinations(config: Settings) -> Iterator[Problem]:
     if config.checkpoint and config.checkpoint.best and config.eval.every_steps is None:
         text = "needs evaluations while training, found eval.every_steps: null. Try eval: {every_steps: 100}."
         yield Problem(("checkpoint", "best"), text)
-    if config.profile and (last := config.profile.start + config.profile.steps - 1) > config.steps:
+    last = config.profile.start + config.profile.steps - 1 if config.profile else 0
+    if config.profile and config.steps is not None and last > config.steps:
         yield Problem(
             ("profile",),
             f"covers steps {config.profile.start} to {last}, found steps: {config.steps}. The trace lies within the "

@@ -29,7 +29,7 @@ class Config(Settings):
         """Converts the errors of pydantic and of the rules into one ConfigError. `info.context` is the Origin."""
         origin = info.context if isinstance(info.context, problems.Origin) else problems.Origin()
         try:
-            config = handler(_with_roles(data))
+            config = handler(_with_roles(_with_epochs(data)))
         except ValidationError as error:
             invalid = wording.translate(cls, error.errors(include_url=False))
             raise ConfigError(problems.render(invalid, origin)) from None
@@ -60,6 +60,16 @@ class Config(Settings):
         stem = self._origin.file.stem if self._origin.file else "run"
         return (self.folder / (self.run_dir or f"runs/{stem}")).resolve()
 
+    @property
+    def num_steps(self) -> int:
+        """The number of steps to train. Raises ConfigError for `epochs` before the data are open."""
+        if self.steps is None:
+            raise ConfigError(
+                f"{self.where('epochs')} is {self.epochs}, and the number of steps is known when the data are open. "
+                "Here it is needed before. Set steps, and epochs: null."
+            )
+        return self.steps
+
     def task_reference(self) -> tuple[str, str]:
         """Returns (absolute path of the .py file, name) or (module, name) of the task, without opening or importing
         it."""
@@ -68,6 +78,12 @@ class Config(Settings):
     def where(self, key: str) -> str:
         """Returns the start of a message about a dotted key: `configs/gpt.yaml:12: mesh.data`."""
         return self._origin.where(problems.key_path(key))
+
+
+def _with_epochs(data: Any) -> Any:
+    """Returns the values of a config with `steps: null` if it has `epochs` and no `steps`."""
+    is_counted = isinstance(data, dict) and data.get("epochs") is not None and "steps" not in data
+    return data | {"steps": None} if is_counted else data
 
 
 def _with_roles(data: Any) -> Any:

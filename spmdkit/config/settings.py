@@ -31,8 +31,10 @@ class Settings(Section):
     of orbax. A checkpoint of this run takes precedence; null: init."""
     seed: fields.Seed = 0
     """Seed of the initial parameters, the order of examples and all random keys."""
-    steps: fields.Count = 100
-    """Steps to train; step 1 is the first."""
+    steps: fields.Count | None = 100
+    """Steps to train; step 1 is the first. null: those of epochs."""
+    epochs: fields.Count | None = None
+    """Passes over train_data to train, instead of steps; needs data with a length. null: steps."""
     batch_size: fields.Count = 32
     """Global examples per step, over all replicas and microbatches."""
     microbatches: fields.CountOrAuto = 1

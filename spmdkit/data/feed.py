@@ -98,6 +98,13 @@ class Feed:
         """Returns whether this process has no row in the batch of `step`, because its part of a stream has ended."""
         return self._reader is not None and self._reader.is_empty(step)
 
+    def epoch(self, step: int) -> float | None:
+        """Returns the number of passes over the data after `step`; of a stream, the completed ones of the shard with
+        the fewest on this process. None: a stream does not repeat."""
+        if isinstance(self.schedule, data.Schedule):
+            return self.schedule.passes(step)
+        return self._reader.epoch(step) if self._reader is not None and self.schedule.always_full else None
+
     def position(self, step: int) -> Mapping[str, Any] | None:
         """Returns this process's part of the position of a stream after the batch of `step`; None for indexed data,
         where it is the step."""

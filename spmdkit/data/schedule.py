@@ -6,6 +6,7 @@ depend on the number of processes or devices, so a run resumes at the next step,
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import hashlib
@@ -50,6 +51,9 @@ class BatchSchedule(Protocol):
 
     def with_skipped(self, skipped: tuple[tuple[int, int], ...]) -> Self:
         """Returns the schedule with other skipped batches."""
+
+    def steps_of(self, epochs: int) -> int:
+        """Returns the number of steps of the first `epochs` epochs. Raises ConfigError if their length is unknown."""
 
     def number(self, step: int) -> int:
         """Returns the number of the batch of `step`, which is `step` if none is skipped."""
@@ -165,6 +169,14 @@ class Schedule:
         self._check(step)
         return (self.number(step) - 1) // self.steps_per_epoch
 
+    def passes(self, step: int) -> float:
+        """Returns the number of passes over the data after `step`: 1.0 at the last step of the first epoch."""
+        return round(self.number(step) / self.steps_per_epoch, 4)
+
+    def steps_of(self, epochs: int) -> int:
+        """Returns the number of steps of the first `epochs` epochs."""
+        return bisect.bisect_left(range(1, sys.maxsize), epochs, key=self.epoch)
+
     def with_skipped(self, skipped: tuple[tuple[int, int], ...]) -> Schedule:
         """Returns the schedule with other skipped batches."""
         return dataclasses.replace(self, skipped=skipped)
@@ -221,6 +233,13 @@ class StreamSchedule:
     skipped: tuple[tuple[int, int], ...] = ()
     num_examples: None = None
     num_batches: int = sys.maxsize
+
+    def steps_of(self, epochs: int) -> int:
+        """Raises ConfigError: the length of an epoch is unknown."""
+        raise ConfigError(
+            f"epochs is {epochs}, and {self.what} is a stream, with an unknown number of examples. Set steps. With "
+            "data.repeat: false the run also ends when the stream ends."
+        )
 
     def with_skipped(self, skipped: tuple[tuple[int, int], ...]) -> StreamSchedule:
         """Returns the schedule with other skipped batches."""

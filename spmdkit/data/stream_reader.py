@@ -358,6 +358,10 @@ class StreamReader:
         """Returns this process's part of the position after the batch of `step`."""
         return self._positions[step]
 
+    def epoch(self, step: int) -> int | None:
+        """Returns the lowest number of completed epochs of this process's shards after `step`; None: it reads none."""
+        return min((at["epoch"] for at in self._positions[step]["shards"].values()), default=None)
+
     def is_empty(self, step: int) -> bool:
         """Returns whether this process has no row in the batch of `step`."""
         return step in self._empty

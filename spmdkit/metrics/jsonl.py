@@ -20,7 +20,7 @@ from spmdkit.errors import UserCodeError
 from spmdkit.foundation.constants import MEASURED
 from spmdkit.foundation.files import json_object, strict_json
 
-FIRST_KEYS = ("step", "split", "loss")
+FIRST_KEYS = ("step", "split", "epoch", "loss")
 LAST_KEYS = MEASURED
 NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

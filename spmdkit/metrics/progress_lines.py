@@ -17,11 +17,12 @@ def step_position(step: int, total_steps: int) -> str:
 
 
 def training_line(record: Mapping[str, Any], unit: str, left: str, start: str = "", columns: int = MAX_COLUMNS) -> str:
-    """Returns `<start>  loss 2.3411  <other metrics>  12345 examples/s  left 1m20s  input wait 2%`."""
+    """Returns `<start>  loss 2.3411  epoch 1.25  <other metrics>  12345 examples/s  left 1m20s  input wait 2%`."""
     step_time_s, wait_s, rate = (record.get(name) for name in ("step_time_s", "input_wait_s", "examples_per_s"))
     speed = f"{format_rate(rate)} {unit}/s" if rate is not None else ""
     wait = f"input wait {min(wait_s / step_time_s, 1):.0%}" if wait_s is not None and step_time_s else ""
-    return _fit([start, _loss(record)], list(_others(record)), [speed, left, wait], columns)
+    epoch = [f"epoch {format_value(record['epoch'])}"] if "epoch" in record else []
+    return _fit([start, _loss(record)], [*epoch, *_others(record)], [speed, left, wait], columns)
 
 
 def evaluation_line(record: Mapping[str, Any], total_steps: int) -> str:

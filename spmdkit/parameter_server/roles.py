@@ -47,7 +47,7 @@ class Roles:
         """Returns a server without a state. `donate`: no worker shares the memory of its parameters."""
         options = self.options
         rules = Rules(
-            self.config.steps, options.aggregate, options.max_staleness, options.scale_by_staleness, self.config.ema
+            self.config.num_steps, options.aggregate, options.max_staleness, options.scale_by_staleness, self.config.ema
         )
         return Server(self.optimizer, shard(self._params, self.owned, number), rules, donate)
 

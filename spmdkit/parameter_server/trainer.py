@@ -163,7 +163,7 @@ class _Monitor:
             self._note(stats)
             self._check_skipped(stats)
             self._join()
-            if stats.restored_updates is None and stats.applied >= run.config.steps:
+            if stats.restored_updates is None and stats.applied >= run.config.num_steps:
                 return self._stopped(None)
             if stats.restored_updates is None:
                 self._due(stats)

@@ -184,6 +184,8 @@ class Program:
     def _open_data(self) -> None:
         self.feed, self._eval_feeds = open_feeds(self.config, self.task, self.mesh, self.sizes)
         self.schedule = self.feed.schedule
+        if self.config.epochs is not None:
+            self.config = replace_keys(self.config, {"steps": self.schedule.steps_of(self.config.epochs)})
         self.abstract_batch, self.limit = limited(self.config, self.feed.abstract(), self.mesh)
         self.skipped_rows = [feed.skipped_rows for feed in (self.feed, *list(self._eval_feeds.values())[:1])]
 
@@ -501,14 +503,14 @@ class Program:
         return self._compile(self.__dict__.pop("lowered_init", None) or self.lowered_init)
 
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
-        """Yields `(step, batch)` for steps `start` to `stop` (inclusive, default `config.steps`), prefetched to the
+        """Yields `(step, batch)` for steps `start` to `stop` (inclusive, default: the last), prefetched to the
         devices."""
         with self.stream(start, stop) as stream:
             yield from ((number, batch) for number, batch, _ in stream)
 
     def stream(self, start: int = 1, stop: int | None = None) -> data.DeviceBatches:
         """Returns an iterator of `(step, batch, wait_s)`; `wait_s`: seconds that the caller waited for input."""
-        return self.feed.stream(start, self.config.steps if stop is None else stop)
+        return self.feed.stream(start, self.config.num_steps if stop is None else stop)
 
     def skip_batches(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skips batches in addition to those of the config: numbers (first, last), counted as if none were skipped."""

@@ -183,7 +183,11 @@ class ScriptProgram(Program):
         self.skipped_rows = [data.SkippedRows(0)]
         self.schedule = data.Schedule(MAX_STEPS, 1, shuffle=False, what="the script's data")
         self.feed: Any = SimpleNamespace(
-            in_memory=False, schedule=self.schedule, position=lambda step: None, restore=lambda *_: None
+            in_memory=False,
+            schedule=self.schedule,
+            position=lambda step: None,
+            restore=lambda *_: None,
+            epoch=lambda step: None,
         )
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
         self._step_context = trace_context.Context(

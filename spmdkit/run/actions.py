@@ -65,7 +65,7 @@ def evaluate_if_missing(run: Run, state: TrainState) -> None:
     Raises:
         NonFiniteError, UserCodeError: it fails again, or a hook stops with an error.
     """
-    if not run.program.has_eval or run.step != run.config.steps or run.is_evaluated(run.step):
+    if not run.program.has_eval or run.step != run.config.num_steps or run.is_evaluated(run.step):
         return
     run.message(f"the evaluation of step {run.step} is missing: evaluating")
     evaluate(run, run.step, state)
@@ -87,7 +87,7 @@ def save(run: Run, step: int, state: TrainState) -> None:
     with run.reporter.throughput.paused(), phase.during("save"):
         bad = run.program.non_finite_leaf(state)
         if bad is not None:
-            if run.config.on_nonfinite.gradient == "stop" or step == run.config.steps or run.finished is not None:
+            if run.config.on_nonfinite.gradient == "stop" or step == run.config.num_steps or run.finished is not None:
                 # Only the process with the non-finite gradient knows the batch; `stop_reason` shares it.
                 why = run.hook_runner.stop_reason()
                 raise NonFiniteError(why or f"{_bad_state(run, step, bad)} {AFTER_BAD_STATE}")

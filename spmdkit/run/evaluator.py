@@ -93,7 +93,7 @@ def _follow(
                 print_line(f"step {step} eval  " + "  ".join(values_text))
                 check_evaluation(config, step, values)
             _check_signal(signals, len(steps))
-            if not new_steps and _is_finished(checkpoints, config.steps):
+            if not new_steps and _is_finished(checkpoints, program.config.num_steps):
                 return steps
             if len(steps) == before:
                 sleep(EVALUATOR_POLL_S)

@@ -149,7 +149,7 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
         if run.is_complete:
             evaluate_if_missing(run, state)
             end = f", where it stopped: {run.finished}" if run.finished else ""
-            run.message(f"already finished: step {run.step} of {config.steps} is saved in {run.directory}{end}")
+            run.message(f"already finished: step {run.step} of {config.num_steps} is saved in {run.directory}{end}")
             run.leave_cluster()
             run.events.write("stopped", step=run.step, code=0, why="finished before")
             return Result(state, program, run, already_finished=True)

@@ -36,7 +36,7 @@ class Reporter:
         """Opens the records of `run` after `step`; `stack` closes them."""
         config = self._config
         mode = config.log.progress if self._is_main else "off"
-        self.progress = metrics.Progress(config.steps, step + 1, mode, examples_unit=run.program.task.unit)
+        self.progress = metrics.Progress(config.num_steps, step + 1, mode, examples_unit=run.program.task.unit)
         stack.callback(self.progress.close)
         self.throughput = metrics.Throughput(config.batch_size, self._clock)
         if not self._is_main:

@@ -93,7 +93,7 @@ class Run:
         self._uneven_epochs = False
         self.reporter = Reporter(config, cluster, clock)
         self.hook_runner = HookRunner(
-            hooks.of_run(config, program.task.hooks), cluster, config.steps, self._most_in_flight
+            hooks.of_run(config, program.task.hooks), cluster, config.num_steps, self._most_in_flight
         )
 
     def __enter__(self) -> Run:
@@ -178,7 +178,7 @@ class Run:
     @property
     def is_complete(self) -> bool:
         """Whether the restored state is that of the last step, or of a run that a hook ended."""
-        return self.step >= self.config.steps or self.finished is not None
+        return self.step >= self.config.num_steps or self.finished is not None
 
     def read_batches(self) -> DeviceBatches:
         """Starts reading the batches after `step`, and returns them."""
@@ -228,7 +228,7 @@ class Run:
         if restored.record is not None:
             restore.note_randomness(self, restored.record, step)
             ended = restored.record.get("finished")
-            if ended is not None and ended["steps"] == self.config.steps:
+            if ended is not None and ended["steps"] == self.config.num_steps:
                 self.finished = ended["why"]
         return restored.state
 
@@ -275,7 +275,7 @@ class Run:
 
     def is_log_step(self, step: int) -> bool:
         """Returns whether the metrics of `step` are written: the first, every `log.every_steps`, the last."""
-        return step == 1 or step % self.config.log.every_steps == 0 or step == self.config.steps
+        return step == 1 or step % self.config.log.every_steps == 0 or step == self.config.num_steps
 
     def numbers(self, step: int, values: DeviceMetrics) -> Metrics:
         """Returns the metrics of `step` on the host: floats and arrays. Waits for the device, once per step."""
@@ -321,7 +321,7 @@ class Run:
         """Returns the record of a checkpoint: everything except arrays. Raises ConfigError if another run owns the
         directory now."""
         self.fence.check()
-        ended = {} if self.finished is None else {"finished": {"why": self.finished, "steps": self.config.steps}}
+        ended = {} if self.finished is None else {"finished": {"why": self.finished, "steps": self.config.num_steps}}
         return {
             "config": to_yaml(self.config, hide_secrets=True),
             "described": self._described,
@@ -385,7 +385,9 @@ class Run:
 
     def record_metrics(self, step: int, numbers: Metrics, speed: Mapping[str, float]) -> None:
         """Stores and writes the metrics of a log step, without the speed of the first step of a process."""
-        self.write({"step": step, **numbers, **(speed if step > self.first_step else {})})
+        epoch = self.program.feed.epoch(step)
+        counted = {} if epoch is None else {"epoch": epoch}
+        self.write({"step": step, **counted, **numbers, **(speed if step > self.first_step else {})})
         self.last_logged = {"step": step, **numbers}
 
     def record_snapshot(self, step: int, extra_record: dict[str, Any]) -> None:

@@ -197,7 +197,7 @@ class ScriptRun:
             NonFiniteError, CheckpointWriteError, ConfigError: see `spmdkit.errors`.
         """
         if self._is_closed or self.is_done:
-            why = "is closed" if self._is_closed else f"ended at step {self._run.step} of {self._run.config.steps}"
+            why = "is closed" if self._is_closed else f"ended at step {self._run.step} of {self._run.config.num_steps}"
             raise ConfigError(f"run.step: this run {why}. Use run.batches(...), or end the loop when run.is_done.")
         self._to_drop = 0
         try:
@@ -327,7 +327,7 @@ class ScriptRun:
         if not trained:
             run.leave_cluster()
             run.events.write("stopped", step=run.step, code=0, why="no step was trained")
-            run.message(f"no step was trained: step {run.step} of {run.config.steps} is saved in {run.directory}")
+            run.message(f"no step was trained: step {run.step} of {run.config.num_steps} is saved in {run.directory}")
             return
         current = self._fields(run.step)
         save(run, run.step, current)

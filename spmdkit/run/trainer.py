@@ -87,7 +87,7 @@ class SpmdTrainer:
     def train(self, run: Run, state: TrainState) -> tuple[TrainState, Stop | None]:
         assert run.batches is not None
         state, stopped = run_steps(run, state, run.batches)
-        if run.step == run.config.steps:
+        if run.step == run.config.num_steps:
             self._wait_for_plan()
         return state, stopped
 

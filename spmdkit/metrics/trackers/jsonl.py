@@ -52,7 +52,7 @@ class JsonlTracker:
     `.dropped_damaged` count the dropped lines. The file is replaced by a rename, so a kill leaves the old or the new
     file.
 
-    Key order of a line: step, split, loss, the others sorted, examples_per_s, step_time_s, input_wait_s.
+    Key order of a line: step, split, epoch, loss, the others sorted, examples_per_s, step_time_s, input_wait_s.
 
     Raises ConfigError if the file cannot be opened (folder not writable), and CheckpointWriteError if a line cannot be
     written (disk full); the partial line is removed, so the file stays valid. Raises UserCodeError for a metric that is

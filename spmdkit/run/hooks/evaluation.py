@@ -14,4 +14,4 @@ def make(config: Any) -> Hook:
     def after_step(run: RunView, step: int, state: Any, metrics: Any) -> Action | None:
         return Evaluate(known=True) if run.program.has_eval else None
 
-    return Hook("evaluation", order=20, every=config.steps if every is None else every, after_step=after_step)
+    return Hook("evaluation", order=20, every=config.num_steps if every is None else every, after_step=after_step)

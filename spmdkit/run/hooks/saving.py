@@ -17,7 +17,7 @@ def make(config: Any) -> Hook | None:
     options = config.checkpoint
     if options is None:
         return None
-    every_s, every_steps, last = options.every_seconds, options.every_steps, config.steps
+    every_s, every_steps, last = options.every_seconds, options.every_steps, config.num_steps
 
     def after_step(run: Run, step: int, state: Any, metrics: Any) -> Action | None:
         if step == last or (every_steps is not None and step % every_steps == 0):

@@ -62,7 +62,7 @@ def run_communication(config: Config, cluster: Cluster, options: ComparisonOptio
         SpmdkitError: `sum` cannot be trained, or the options are invalid.
     """
     rows = rows_of(options.reducers, options.syncs, Row(config.reducer, config.sync))
-    steps = config.steps if options.steps is None else options.steps
+    steps = config.num_steps if options.steps is None else options.steps
     if steps < 1 or options.seeds < 1:
         raise ConfigError(f"--steps {steps} --seeds {options.seeds}: both are at least 1. Try --steps 200 --seeds 1.")
     out = _folder(config, options) if cluster.is_main else None

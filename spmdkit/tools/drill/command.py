@@ -72,10 +72,10 @@ def _run_both(request: DrillRequest, config: Config, faults: Sequence[Fault], ne
     if code != 0:
         _report(f"the drill ends: the run without faults failed (exit code {code}, {outcome(code)})")
         return code
-    pace = figures.pace_of(clean.attempts, config.steps, clean.num_saves)
+    pace = figures.pace_of(clean.attempts, config.num_steps, clean.num_saves)
     _report(f"with {', '.join(map(str, faults))}{f' (each {request.count} times)' if request.count > 1 else ''}")
     disturbed = Driver(
-        folder / "disturbed", request.num_processes, faults, request.seed, pace, config.steps, network=network
+        folder / "disturbed", request.num_processes, faults, request.seed, pace, config.num_steps, network=network
     )
     code = _run(request, config, folder / "disturbed", disturbed, disturbed.num_requested + SPARE_RESTARTS)
     if disturbed.stop_signal is not None:
@@ -109,9 +109,9 @@ def _checked(request: DrillRequest, config: Config) -> list[Fault]:
         )
     faults = [parse(text, request.num_processes, request.count) for text in request.faults]
     for fault in faults:
-        if fault.step is not None and fault.step > config.steps:
+        if fault.step is not None and fault.step > config.num_steps:
             raise ConfigError(
-                f"--fault {fault}: the run has {config.steps} steps, so the fault would never be injected. "
+                f"--fault {fault}: the run has {config.num_steps} steps, so the fault would never be injected. "
                 f"Try a smaller step, or steps={2 * fault.step}."
             )
         if config.elastic.in_process and fault.kind in (*CHECKPOINT_FAULTS, *NETWORK):
@@ -176,7 +176,7 @@ def _result(
         "why": why,
         "config": str(request.config),
         "processes": request.num_processes,
-        "steps": config.steps,
+        "steps": config.num_steps,
         "seed": request.seed,
         "requested": disturbed.num_requested,
         "fired": len([injection for injection in disturbed.injections if not injection.failed]),
