@@ -6,14 +6,7 @@ import sys
 import pytest
 
 from tests.support.command_line import Folder
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """What a command leaves behind in a process of its own, taken back here."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in [n for n in sys.modules if n.startswith("spmdkit_task_")]:
-        monkeypatch.delitem(sys.modules, name)
+from tests.support.command_line import alone as alone
 
 
 @pytest.fixture

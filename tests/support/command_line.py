@@ -1,10 +1,13 @@
 """Runs the command line in this process: arguments, output, exit code, and files that must not change."""
 
 import shutil
+import sys
 import textwrap
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import pytest
 
 from spmdkit import cli
 from spmdkit.faults import exit_handler
@@ -59,6 +62,14 @@ MAX_CHARS = 1200
 """Maximum number of characters of a message."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """What a command leaves behind in a process of its own, taken back here."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [n for n in sys.modules if n.startswith("spmdkit_task_")]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 class ExitCalled(BaseException):
