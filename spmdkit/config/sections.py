@@ -150,6 +150,8 @@ class Data(Section):
     """true: a stream yields chunks of rows, which are split and joined to batch_size; false: it yields examples."""
     repeat: fields.Flag = True
     """true: a stream that ends starts again; false: the run ends with the stream."""
+    workers: fields.Times = 0
+    """Number of processes that read the stream train_data on each process, at most one per shard. 0: a thread reads."""
 
     def skipped_ranges(self) -> list[tuple[int, int]]:
         """Returns `skip_batches` as (first, last)."""

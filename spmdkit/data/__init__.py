@@ -19,7 +19,9 @@ There are two kinds of data.
     Stream, Shard              the two interfaces of a stream                           streams/base.py
     open_stream(data)          the stream of any data; one module for each kind         streams/*.py
     shards_of                  the shard that supplies a row of a batch                 stream_shards.py
-    CheckedStream              a stream that was compared with itself                   stream_reader.py
+    CheckedStream              a stream that was compared with itself                   open_shards.py
+    OpenShards                 the shards that a process reads                          open_shards.py
+    start_workers              the same, in worker processes                            stream_workers.py
     StreamReader               this process's rows, with the position after each batch  stream_reader.py
     pack, unpack               a position as JSON                                       stream_position.py
 
@@ -46,8 +48,8 @@ from spmdkit.data.source import (
     read_step as read_step,
 )
 from spmdkit.data.stream_position import merge_positions as merge_positions
+from spmdkit.data.open_shards import CheckedStream as CheckedStream
 from spmdkit.data.stream_reader import (
-    CheckedStream as CheckedStream,
     StreamReader as StreamReader,
     check_stream as check_stream,
     first_rows as first_rows,

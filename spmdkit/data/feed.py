@@ -45,6 +45,7 @@ class Feed:
         padded: bool,
         skipped_rows: data.SkippedRows,
         shards: int | None = None,
+        workers: int = 0,
         most_batches: int | None = None,
     ):
         self.source, self.schedule, self.skipped_rows = source, schedule, skipped_rows
@@ -63,7 +64,7 @@ class Feed:
             parts = rows_of_processes(mesh, sizes, size, microbatches)
             of_all = [places(positions, size, microbatches) for positions in (*parts, self._positions)]
             repeat = schedule.always_full
-            self._reader = data.StreamReader(source, size, shards, of_all[:-1], of_all[-1], repeat, prefetch)
+            self._reader = data.StreamReader(source, size, shards, of_all[:-1], of_all[-1], repeat, prefetch, workers)
 
     def abstract(self) -> Batch:
         """Returns the batch as `jax.ShapeDtypeStruct` leaves with their shardings."""

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from spmdkit.data.open_shards import CheckedStream
 from spmdkit.data.permutation import permute
 from spmdkit.data.source import Source
-from spmdkit.data.stream_reader import CheckedStream
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import FINGERPRINT_S

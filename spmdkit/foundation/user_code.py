@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import cloudpickle
 import jax
 
 from spmdkit import compat
@@ -82,6 +83,12 @@ def calling_line() -> str:
     """Returns the user's line that is being executed, as it is shown after a message; empty if there is none."""
     frames = [f for f in traceback.extract_stack() if not _is_library(f.filename)]
     return _shown(frames[-1]) if frames else ""
+
+
+def shown_line(error: BaseException | None) -> str:
+    """Returns the user's line that raised, as it is shown after a message; empty if there is none."""
+    frame = None if error is None else user_frame(error)
+    return "" if frame is None else _shown(frame)
 
 
 def _shown(frame: traceback.FrameSummary) -> str:
@@ -303,6 +310,7 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         raise _incomplete_error(kind, f"importing {path}", error) from error
+    cloudpickle.register_pickle_by_value(module)  # worker processes of streams and of grain cannot import its name
     return module
 
 

@@ -68,6 +68,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
         padded=not schedule.always_full,
         skipped_rows=ledger,
         shards=options.shards,
+        workers=options.workers,
     )
     if task.eval_data is None:
         if config.eval.every_steps is not None:
@@ -132,7 +133,7 @@ def check_used(config: Config, task: Task) -> None:
     options, defaults = config.data, type(config.data)()
     kinds = {isinstance(x, data.CheckedStream) for x in task.named_data().values()}
     trains_on_stream = isinstance(task.train_data, data.CheckedStream)
-    only_indexed = [*(["shards", "repeat"] * (not trains_on_stream)), *(["batched"] * (True not in kinds))]
+    only_indexed = [*(["shards", "repeat", "workers"] * (not trains_on_stream)), *(["batched"] * (True not in kinds))]
     only_streams = ["shuffle", "drop_remainder", "max_bad_examples"] * trains_on_stream
     only_streams += ["threads", "retries"] * (False not in kinds)
     for key in (*only_indexed, *only_streams):

@@ -348,7 +348,7 @@ def _without_streams(config: Config, task: Task, num: int) -> tuple[Config, Task
     }
     if "train_data" in rows:
         full = config.data.repeat  # otherwise the last batches of the stream have missing rows
-        settings = {"data.repeat": True, "data.shards": None, "data.drop_remainder": full}
+        settings = {"data.repeat": True, "data.shards": None, "data.workers": 0, "data.drop_remainder": full}
         config = replace_keys(config, settings)
     return replace_keys(config, {"data.batched": False}) if rows else config, dataclasses.replace(task, **rows)
 

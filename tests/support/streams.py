@@ -96,12 +96,14 @@ KINDS = {"counted": (counted, False), "exact": (exact, False), "lies": (lies, Fa
 class Job:
     """The processes of a job, which read the batches after `start`."""
 
-    def __init__(self, data, batched=False, processes=1, start=0, at=None, micro=1, repeat=True, skipped=(), shards=8):
+    def __init__(
+        self, data, batched=False, processes=1, start=0, at=None, micro=1, repeat=True, skipped=(), shards=8, workers=0
+    ):
         checked = check_stream(open_stream(data), "train_data", SEED, shards, batched)
         positions = RowOrder(DEVICES, micro, SIZE // (DEVICES * micro)).positions()
         self.positions = np.split(positions, processes)
         parts = [places(part, SIZE, micro) for part in self.positions]
-        self.readers = [StreamReader(checked, SIZE, shards, parts, part, repeat, 2) for part in parts]
+        self.readers = [StreamReader(checked, SIZE, shards, parts, part, repeat, 2, workers) for part in parts]
         number = StreamSchedule(SIZE, "train_data", repeat, skipped).number
         for reader in self.readers:
             reader.restore(start, at)
