@@ -153,7 +153,7 @@ def test_8_padding_masks_and_a_short_batch(user):
     padded = {name: np.concatenate([x, np.zeros_like(x[:8])] * 2) for name, x in data.items()}
     expected = plain_bigram({**padded, "weights": padded.pop("mask").astype(np.float32)})
     same(user.train(IN_ORDER), expected)
-    same(user.train(IN_ORDER, "mesh={data: 2, fsdp: 2}", "run_dir=other"), expected)
+    same(user.train(IN_ORDER, "mesh={data: 2, fsdp: 2}", run="other"), expected)
 
 
 def test_10_several_evaluation_sets(user):
@@ -234,4 +234,4 @@ def test_13_endless_synthetic_data(user):
     drawn = grain.MapDataset.range(10**12).seed(0).random_map(lambda _, rng: rng.normal(size=4).astype(np.float32))
     x = np.stack([drawn[i] for i in range(STEPS * BATCH)])
     same(user.train(IN_ORDER), plain({"x": x, "y": np.stack([x.sum(1)] * 8, 1)}))
-    user.does("train", "run.yaml", "run_dir=shuffled")
+    user.train(run="shuffled")

@@ -1,6 +1,7 @@
 """Runs a common task as a user writes it: a plain program, and the lines that the task adds to it."""
 
 import json
+import subprocess
 import textwrap
 
 import jax
@@ -29,42 +30,54 @@ def code_lines(text):
     return [line for line in lines if line and not line.startswith(("import ", "from "))]
 
 
-def error(params, batch):
-    return batch["x"] @ params["w"] + params["b"] - batch["y"]
+def loss_of(params, batch):
+    """Returns the loss of the plain program."""
+    return ((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2).mean()
 
 
-def plain(data, loss=lambda params, batch: (error(params, batch) ** 2).mean(), optimizer=None, params=None, **more):
+def plain(data, loss=loss_of, optimizer=None, params=None, steps=STEPS):
     """Returns the `Run` of the plain JAX loop over rows in order."""
-    params = params or {"w": jax.numpy.zeros((4, 8)), "b": jax.numpy.zeros(8)}
-    return by_hand(
-        lambda *args: (loss(*args), {}), params, data, optimizer or optax.sgd(0.1), **{"steps": STEPS} | more
-    )
+    params = {"w": jax.numpy.zeros((4, 8)), "b": jax.numpy.zeros(8)} if params is None else params
+    return by_hand(lambda *args: (loss(*args), {}), params, data, optimizer or optax.sgd(0.1), steps)
 
 
 class UserFolder(Folder):
     """A folder with the program of a user. `with_lines` writes it and counts what the task needs."""
 
-    def with_lines(self, limit, code="", task=None, config="", commands=(), given=""):
+    def with_lines(self, limit, code="", task=None, config="", commands=(), given="", base=None, plain_task=None):
         """Writes the plain program with `code` after its functions, arguments of `Task` and lines of the config.
 
         Args:
             limit: the largest number of lines. Imports do not count.
             commands: those other than `spmdkit train`, which the test runs.
             given: code of the plain program that any trainer needs, such as another model.
+            base: lines of the plain program's config, and `plain_task` arguments of its `Task`.
         """
         lines = [*code_lines(code), *(task or {}).values(), *code_lines(config), *commands]
         assert len(lines) <= limit, f"{len(lines)} lines, more than {limit}: {lines}"
         code = "\n".join(["data = DATA", textwrap.dedent(given), textwrap.dedent(code)])
-        self.write(code, {"train_data": "data"} | (task or {}), BASE)
+        self.write(code, {"train_data": "data"} | (plain_task or {}) | (task or {}), BASE | (base or {}))
         keys = {line.partition(":")[0] for line in config.splitlines() if line[:1].isalpha()}
         with open(self.path / "run.yaml") as file:
             base = [line for line in file if line.partition(":")[0] not in keys]
         (self.path / "run.yaml").write_text("".join(base) + config)
 
-    def train(self, *overrides):
+    def train(self, *overrides, run="run"):
         """Trains, and returns the losses of all steps."""
-        self.does("train", "run.yaml", *overrides)
-        return [line["loss"] for line in self.records() if "split" not in line]
+        self.does("train", "run.yaml", f"run_dir={run}", *overrides)
+        return self.losses(run)
+
+    def losses(self, run="run"):
+        return [line["loss"] for line in self.records(run) if "split" not in line]
+
+    def runs(self, commands):
+        """Runs commands as in a shell."""
+        for command in commands:
+            name, *arguments = command.split()
+            if name == "spmdkit":
+                self.does(*arguments)
+            else:
+                subprocess.run(command, shell=True, check=True)
 
     def does(self, *command):
         """Runs a command that succeeds, and returns its output."""
@@ -81,8 +94,6 @@ class UserFolder(Folder):
 
     def continues_bitwise(self, *overrides):
         """Asserts that a run that stops and continues equals the run in `run`."""
-        self.does("train", "run.yaml", "run_dir=other", "steps=2", *overrides)
-        self.does("train", "run.yaml", "run_dir=other", *overrides)
+        self.train("steps=2", *overrides, run="other")
+        assert self.train(*overrides, run="other") == self.losses()
         assert jax.tree.all(jax.tree.map(np.array_equal, self.params("other"), self.params()))
-        losses = [[line["loss"] for line in self.records(run) if "split" not in line] for run in ("run", "other")]
-        assert losses[0] == losses[1]
