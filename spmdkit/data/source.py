@@ -84,9 +84,10 @@ def open_source(data: Any, what: str = "train_data", access: ReadPolicy | None =
     if isinstance(data, (np.ndarray, jax.Array)):
         return ArraySource(data, what)
     if hasattr(data, "__array__"):
+        columns = "data.column_names" if hasattr(data, "column_names") else "data"
         raise ConfigError(
             f"{what} is a {_type_name(data)}, which is neither a numpy nor a JAX array. "
-            f"Convert it: np.asarray(data), or for a table {{name: table[name].to_numpy() for name in table}}."
+            f"Convert it: np.asarray(data), or for a table {{name: data[name].to_numpy() for name in {columns}}}."
         )
     if isinstance(data, Mapping) and jax.tree_util.all_leaves([data]):
         data = dict(data)  # a mapping that is not a pytree, such as np.load("file.npz"): each value is read once, here
@@ -97,9 +98,9 @@ def open_source(data: Any, what: str = "train_data", access: ReadPolicy | None =
         return ExampleSource(data, what, is_grain=False, access=access or DEFAULT_POLICY)
     if jax.tree_util.all_leaves([data]):
         raise ConfigError(
-            f"{what} is a {_type_name(data)}. Data must be arrays (a dict or tuple of them), a grain.MapDataset, or "
-            "have __len__ and __getitem__: a batch is looked up by index, so a run can resume at any step. Try "
-            "list(data) for an iterator, np.load(path) for a file, MapDataset for a grain IterDataset, "
+            f"{what} is a {_type_name(data)}. Data must be arrays (a dict or tuple of them), have __len__ and "
+            "__getitem__, or be a stream, which a restart opens again. Try list(data) for a short iterator, a function "
+            "(shard, num_shards, seed) under @sk.stream that returns a long one, np.load(path) for a file, "
             "jax.tree_util.register_dataclass for a dataclass of arrays."
         )
     return ArraySource(data, what)
@@ -185,6 +186,10 @@ def _named_arrays(data: Any, what: str) -> list[tuple[str, Any]]:
         raise ConfigError(f"{what} is {data!r}, which holds no array. Pass at least one array.")
     for name, leaf in named:
         where = _leaf_label(what, name)
+        if isinstance(data, Mapping) and type(leaf).__module__.startswith("datasets"):
+            raise ConfigError(
+                f"{what} is a {type(data).__name__} of several data sets. Pass one of them: data[{name!r}]."
+            )
         if not isinstance(leaf, (np.ndarray, jax.Array)):
             raise ConfigError(
                 f"{where} is a {type(leaf).__name__}, not an array. Every leaf of a mapping or tuple must be a numpy "

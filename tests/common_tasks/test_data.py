@@ -75,6 +75,17 @@ def test_3_torch_data_loader(user):
     user.continues_bitwise()
 
 
+@pytest.mark.streams
+def test_3_torch_data_loader_with_workers(user):
+    pytest.importorskip("torch")
+    code = """
+        from torch.utils.data import DataLoader, Subset
+        data = sk.stream(lambda i, num, seed: DataLoader(Subset(Examples(), range(i, 32, num)), batch_size=2))
+    """
+    user.with_lines(1 + 1, code, config="data: {workers: 2}\n")
+    same(user.train(), plain(of_all_steps()))
+
+
 def test_4_generator(user):
     given = """
         def rows(first, step):
@@ -154,6 +165,12 @@ def test_8_padding_masks_and_a_short_batch(user):
     expected = plain_bigram({**padded, "weights": padded.pop("mask").astype(np.float32)})
     same(user.train(IN_ORDER), expected)
     same(user.train(IN_ORDER, "mesh={data: 2, fsdp: 2}", run="other"), expected)
+
+
+def test_9_epochs(user):
+    user.with_lines(1 + 1, config="epochs: 2\n", base={"steps": None})
+    same(user.train(IN_ORDER), plain(of_all_steps()))
+    assert [record["epoch"] for record in user.records()] == [0.5, 1, 1.5, 2]
 
 
 def test_10_several_evaluation_sets(user):

@@ -89,6 +89,8 @@ def test_a_map_style_dataset_is_one_call_per_batch(tmp_path, monkeypatch):
     np.testing.assert_array_equal(rows["id"], np.array([7, 3, 3, 319], np.int32))
     np.testing.assert_array_equal(rows["x"][:, 0], np.array([7, 3, 3, 319], np.float32))
     assert calls == [[7, 3, 3, 319]]
+    with pytest.raises(ConfigError, match=r"several data sets\. Pass one of them: data\['train'\]"):
+        open_source(datasets.DatasetDict({"train": data}))
 
 
 def test_grain_maps_are_indexed():
