@@ -1,5 +1,5 @@
-"""A job on a stream loses a process, and continues on fewer with the same examples: from a checkpoint, and from the
-memory of the other processes."""
+"""A job on a stream loses a process, and continues on another number with the same examples: from a checkpoint, and
+from the memory of the other processes."""
 
 from __future__ import annotations
 
@@ -11,53 +11,42 @@ import pytest
 
 from tests.support.environment import environment_of_a_user
 from tests.support.jobs import REPOSITORY
+from tests.support.libraries import LIBRARIES
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 TASK = """
 import os, pathlib, signal
 import jax.numpy as jnp
-import numpy as np
 import optax
 import spmdkit as sk
+from tests.support.libraries import LIBRARIES
+from tests.support.streams import exact
 
-class Numbers:
-    def __init__(self, shard, num_shards, seed):
-        self.ids, self.next = np.random.default_rng((seed, shard)).permutation(50) + 1000 * shard, 0
-    def __iter__(self):
-        return self
-    def __next__(self):
-        if self.next == 50:
-            raise StopIteration
-        self.next += 1
-        return {"id": np.float32(self.ids[self.next - 1])}
-    def get_state(self):
-        return {"next": self.next}
-    def set_state(self, state):
-        self.next = state["next"]
-
-numbers = sk.stream(Numbers)
+STEPS = {1: 6, 2: 12, 4: 18}
 
 def kill(run, step, state, metrics):
-    if step == 13 and run.cluster.num_processes in (2, 4) and run.cluster.process_index == 1:
+    size = run.cluster.num_processes
+    if step == STEPS.get(size) and run.cluster.process_index == size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
 @sk.task
-def task():
-    def loss_fn(params, batch, key):
-        row = batch["id"] / 1000
-        sums = {"total": sk.sum(batch["id"]), "squares": sk.sum((batch["id"] % 97) ** 2)}
-        return sk.mean((params["w"] * row - 1) ** 2), sums
+def task(kind="", killed=True):
+    data = LIBRARIES[kind][1](pathlib.Path(__file__).parent / "data") if kind else exact
 
-    return sk.Task(lambda key: {"w": jnp.zeros(())}, loss_fn, optax.adam(0.01), train_data=numbers,
-                   hooks=[sk.Hook("kill", after_step=kill, on="all")])
+    def loss_fn(params, batch, key):
+        sums = {"total": sk.sum(batch["id"] % 1000), "squares": sk.sum((batch["id"] % 97) ** 2)}
+        return sk.mean((params["w"] * batch["x"].sum(-1) / 1000 - 1) ** 2), sums
+
+    hooks = [sk.Hook("kill", after_step=kill, on="all")] if killed else []
+    return sk.Task(lambda key: {"w": jnp.zeros(())}, loss_fn, optax.adam(0.01), train_data=data, hooks=hooks)
 """
 
 CONFIG = """
 task: task.py:task
 batch_size: 24
 steps: 24
-devices: cpu:2
+devices: cpu:4
 mesh: {data: -1}
 checkpoint: {every_steps: 5}
 log: {every_steps: 1, progress: plain}
@@ -83,32 +72,44 @@ def metrics(folder):
     return {line["step"]: (line["total"], line["squares"]) for line in lines}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Returns the folder of the task, and the metrics of an uninterrupted run in one process."""
-    folder = tmp_path_factory.mktemp("streams")
-    (folder / "task.py").write_text(TASK)
-    (folder / "run.yaml").write_text(CONFIG)
-    code, output = run(folder, "train", "run.yaml", "run_dir=whole")
-    assert code == 0, output
-    return folder, metrics(folder / "whole")
+@pytest.fixture
+def whole(tmp_path):
+    """Returns a function: (kind of stream) -> (overrides, the metrics of an uninterrupted run in one process)."""
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "data").mkdir()
+
+    def train(kind=""):
+        if kind:
+            pytest.importorskip(LIBRARIES[kind][0])
+            LIBRARIES[kind][1](tmp_path / "data")  # writes the files
+        overrides = [f"task_args.kind={kind!r}"]
+        code, output = run(tmp_path, "train", "run.yaml", "run_dir=whole", "task_args.killed=false", *overrides)
+        assert code == 0, output
+        return overrides, metrics(tmp_path / "whole")
+
+    return train
 
 
-def test_from_a_checkpoint(whole):
-    folder, wanted = whole
-    code, output = run(folder, "launch", "-n", "2", "--", "train", "run.yaml", "run_dir=killed")
-    assert code == 137, output
-    saved = [int(path.name) for path in (folder / "killed/checkpoints").iterdir() if path.name.isdigit()]
-    assert saved, output
-    code, output = run(folder, "train", "run.yaml", "run_dir=killed")
-    assert code == 0 and f"continuing at step {max(saved) + 1}" in output, output
-    assert metrics(folder / "killed") == wanted
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("kind", ["", "grain, mix and filter", "hf, map and filter", "torchdata"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_from_checkpoints_on_1_2_4_1_processes(whole, tmp_path, kind, workers):
+    overrides, wanted = whole(kind)
+    sizes = [([], -9), (["launch", "-n", "2", "--"], 137), (["launch", "-n", "4", "--"], 137), ([], 0)]
+    for size, wanted_code in sizes:
+        saved = [int(path.name) for path in tmp_path.glob("killed/checkpoints/[0-9]*") if path.name.isdigit()]
+        command = [*size, "train", "run.yaml", "run_dir=killed", f"data.workers={workers}", *overrides]
+        code, output = run(tmp_path, *command)
+        assert not saved or f"continuing at step {max(saved) + 1}" in output, output
+        assert code == wanted_code, output
+    assert metrics(tmp_path / "killed") == wanted
 
 
-def test_from_the_memory_of_the_other_processes(whole):
-    folder, wanted = whole
+def test_from_the_memory_of_the_other_processes(whole, tmp_path):
+    overrides, wanted = whole()
     launch = ["launch", "-n", "4", "--max-restarts", "1", "--elastic", "3:4", "--"]
-    elastic = ["devices=cpu:4", "elastic.in_process=true", "elastic.snapshot_every=3", "checkpoint.every_steps=100"]
-    code, output = run(folder, *launch, "train", "run.yaml", "run_dir=elastic", *elastic)
+    elastic = ["elastic.in_process=true", "elastic.snapshot_every=3", "checkpoint.every_steps=100"]
+    code, output = run(tmp_path, *launch, "train", "run.yaml", "run_dir=elastic", *elastic, *overrides)
     assert code == 0 and "starting all processes again" not in output, output
-    assert metrics(folder / "elastic") == wanted
+    assert metrics(tmp_path / "elastic") == wanted
