@@ -28,6 +28,8 @@ from spmdkit.errors import CheckpointError, ConfigError
 from spmdkit.foundation.formatting import nearest
 
 INDEX = ".index.json"
+FILES = (f"model.safetensors{INDEX}", "model.safetensors")
+"""In a folder of transformers."""
 FIELDS = ("params", "opt_state", "model_state", "ema")
 """The parts of a train state that can be loaded."""
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
@@ -78,7 +80,9 @@ class Weights:
 
 @contextlib.contextmanager
 def open_weights(where: Path | str, step: int | str | None = None) -> Iterator[Weights]:
-    """Yields the arrays of a safetensors file, a run, a bucket or a folder of orbax. They can be read in the context.
+    """Yields the arrays of a safetensors file, a folder of transformers, a run, a bucket or a folder of orbax.
+
+    They can be read in the context.
 
     Args:
         step: of a run; `best`; None: the newest.
@@ -88,6 +92,8 @@ def open_weights(where: Path | str, step: int | str | None = None) -> Iterator[W
         CheckpointError: it is damaged, or has no such step.
     """
     path = Path(where)
+    if not location.is_url(where):  # a folder of transformers
+        path = next((found for name in FILES if (found := path / name).is_file()), path)
     with contextlib.ExitStack() as stack:
         if not location.is_url(where) and path.suffix in (".safetensors", ".json"):
             yield Weights(str(path), _safetensors(path, stack))

@@ -197,8 +197,8 @@ class InitFrom(Section):
     file: fields.FileName | None = Field(default=None, examples=["model.safetensors"])
     """A safetensors file, or the model.safetensors.index.json of several. Excludes path."""
     path: fields.FileName | None = Field(default=None, examples=["runs/first@best"])
-    """The directory or bucket of a run, with @best or @STEP (otherwise the newest step), or a folder that orbax
-    wrote."""
+    """The directory or bucket of a run, with @best or @STEP (otherwise the newest step), or a folder that orbax or
+    `save_pretrained` of transformers wrote."""
     names: fields.NameRules = Field(default_factory=list)
     """Pairs [regular expression that matches a whole name in the source, path of a parameter or null], or the map of a
     model of transformers (gpt2, llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text, bert, vit), or file.py:name

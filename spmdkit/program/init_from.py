@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -195,8 +196,17 @@ class _Match:
             f"difference{'s' * (len(self._problems) > 1)} ({len(self._weights.names)} arrays).{lines}{more}\nEach leaf "
             "needs one array of its shape, and each array a leaf. Rename with names: [[pattern, path]], leave an array "
             "out with [pattern, null], transpose or stack in a function under @sk.weights, or set strict: false: init "
-            "then initializes the leaves that are not found."
+            f"then initializes the leaves that are not found.{self._known_map()}"
         )
+
+    def _known_map(self) -> str:
+        """Returns the name of the map for the config.json next to the weights, as a hint; empty if there is none."""
+        try:
+            kind = json.loads((Path(self._weights.source).parent / "config.json").read_text())["model_type"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+        known = kind in architectures.ARCHITECTURES and kind != self._given.names
+        return f" The config.json next to it is of {kind}: set names: {kind}." if known else ""
 
     def _notes(self, arrays: Mapping[str, LazyArray], missing: list[str], unused: list[str]) -> list[str]:
         size = format_bytes(sum(leaf_bytes(self._leaves[path]) for path in arrays))

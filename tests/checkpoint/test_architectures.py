@@ -102,6 +102,16 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, change, message):
         program(init_from=given).init_from  # noqa: B018
 
 
+def test_a_folder_of_transformers_is_read_and_names_its_map(tmp_path):
+    save(file_of(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    built = program(init_from={"path": str(tmp_path), "names": "llama"})
+    assert np.array_equal(built.init().params["norm"], arrays_of()["norm"])
+    for given in (str(tmp_path), {"path": str(tmp_path), "names": "gpt2"}):
+        with pytest.raises(ConfigError, match=r"The config\.json next to it is of llama: set names: llama\."):
+            program(init_from=given).init_from  # noqa: B018
+
+
 def test_an_unknown_map_or_parameter_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"names: no map 'lama'\. Did you mean 'llama'"):
         program(init_from=save(file_of(), tmp_path / "model.safetensors") | {"names": "lama"}).init_from  # noqa: B018
