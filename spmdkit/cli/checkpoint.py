@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from spmdkit.cli.options import AsJson, one_state
-from spmdkit.errors import CheckpointError
+from spmdkit.errors import CheckpointError, ConfigError
 from spmdkit.foundation.formatting import visible
 
 app = typer.Typer(help="List, inspect, export, verify and remove checkpoints.", no_args_is_help=True)
@@ -70,7 +70,9 @@ def checkpoint_inspect(run: RunDir, step: Step = None, json_: AsJson = False) ->
 @app.command("export", epilog="Example: spmdkit checkpoint export runs/first params.safetensors")
 def checkpoint_export(
     run: RunDir,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="File (safetensors) or folder (orbax) to write.")],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT]", help="File (safetensors) or folder (orbax) to write.")
+    ] = None,
     step: Step = None,
     best: Annotated[bool, typer.Option("--best", help="Use the best step by checkpoint.best.")] = False,
     what: Annotated[
@@ -85,14 +87,18 @@ def checkpoint_export(
         str | None,
         typer.Option(help="Map for transformers: gpt2, llama, qwen2 ... (the model_type of its config.json)."),
     ] = None,
+    stablehlo: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write Task.predict_fn by jax.export: a function of the arrays and a batch."),
+    ] = None,
 ) -> None:
-    """Write the plain arrays of a checkpoint, for other tools."""
+    """Write the plain arrays of a checkpoint, for other tools, or its predict_fn."""
     from spmdkit import checkpoint
+    from spmdkit.config import load_config
 
     one_state(step, best, False, "checkpoint export")
 
     def evaluated(arrays: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-        from spmdkit.config import load_config
         from spmdkit.program.eval_params import evaluated_arrays
         from spmdkit.program.opening import task_of
 
@@ -100,10 +106,20 @@ def checkpoint_export(
         grouped = checkpoint.mean_of_groups if record.get("groups") else None
         return evaluated_arrays(config, task_of(config), arrays, grouped)
 
-    where = checkpoint.checkpoints_of_run(run)
-    chosen = "best" if best else step
-    checkpoint.export(where, chosen, out, format, what.split(","), evaluated, names, max_shard_size)
-    echo(out if out.exists() else f"{out}.index.json")
+    where, parts = checkpoint.checkpoints_of_run(run), what.split(",")
+    if out is None and stablehlo is None:
+        raise ConfigError("checkpoint export has nothing to write. Name OUT, --stablehlo FILE, or both.")
+    if stablehlo is not None:
+        from spmdkit.run.prediction_export import export_predict
+
+        if names is not None:
+            raise ConfigError("checkpoint export --stablehlo reads arrays by their paths. Omit --names.")
+        export_predict(load_config(Path(run) / "config.yaml"), parts, stablehlo, echo)
+        echo(stablehlo)
+    if out is not None:
+        chosen = "best" if best else step
+        checkpoint.export(where, chosen, out, format, parts, evaluated, names, max_shard_size)
+        echo(out if out.exists() else f"{out}.index.json")
 
 
 @app.command("verify", epilog="Example: spmdkit checkpoint verify runs/first")

@@ -91,7 +91,11 @@ def _named(name: str, metric: str) -> str:
 
 
 class SetEvaluator:
-    """The evaluation of sets with batches of equal shapes. `feed`: the batches of one of them."""
+    """The evaluation of sets with batches of equal shapes. `feed`: the batches of one of them.
+
+    Attributes:
+        of_batch: `(totals or None, state, batch) -> (totals, metrics)`, to be traced.
+    """
 
     def __init__(
         self,
@@ -158,7 +162,7 @@ class SetEvaluator:
         ):
             context = context.with_sharding(form="mapped").for_new_trace()
             _, self._totals = call_user(trace, self._what)
-        self._lower, self._compile = lowered, compile
+        self._lower, self._compile, self.of_batch = lowered, compile, evaluate_batch
         self.names = tuple(name for name, x in jax.eval_shape(_values, self._totals[1]).items() if not x.shape)
 
     @functools.cached_property

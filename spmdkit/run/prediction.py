@@ -20,6 +20,7 @@ from spmdkit.config import Config, load_config, replace_keys
 from spmdkit.errors import CheckpointWriteError, ConfigError
 from spmdkit.foundation import files
 from spmdkit.foundation.trees import describe, named_leaves
+from spmdkit.foundation.user_code import call_user
 from spmdkit.program.opening import join_processes, task_of
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
@@ -58,20 +59,26 @@ def predict(
     config = config if isinstance(config, Config) else load_config(config)
     cluster = cluster or join_processes(config)
     task = task or task_of(config)
-    if task.predict_fn is None:
-        raise ConfigError("prediction needs Task.predict_fn, and the task has none. Pass Task(predict_fn=...).")
+    predict_fn = predict_fn_of(task, "predict")
     if isinstance(data, str):
         name, data = data, {"eval_data": task.eval_data, "train_data": task.train_data}.get(data)
         if data is None:
-            raise ConfigError(f"prediction needs data: the task has no {name}. Choose eval_data or train_data.")
+            raise ConfigError(f"predict needs data: the task has no {name}. Choose eval_data or train_data.")
     found = dict[Literal["structure"], Any]()
     config = replace_keys(config, {"checkpoint.best": None} if config.checkpoint else {})
-    predicting = dataclasses.replace(task, eval_data=data, eval_fn=_of_rows(task.predict_fn, found))
+    predicting = dataclasses.replace(task, eval_data=data, eval_fn=of_rows(predict_fn, found))
     run: Callable[[Program, TrainState], Any] = lambda program, state: _joined(program, state, found)
     return on_checkpoint(config, cluster, run, predicting, step, best, initial)[1]
 
 
-def _of_rows(predict_fn: Callable[..., Any], found: dict[Literal["structure"], Any]) -> Callable[..., Any]:
+def predict_fn_of(task: Task, command: str) -> Callable[..., Any]:
+    """Returns `Task.predict_fn`. Raises ConfigError, which names the command, if the task has none."""
+    if task.predict_fn is None:
+        raise ConfigError(f"{command} needs Task.predict_fn, and the task has none. Pass Task(predict_fn=...).")
+    return task.predict_fn
+
+
+def of_rows(predict_fn: Callable[..., Any], found: dict[Literal["structure"], Any]) -> Callable[..., Any]:
     """Returns an evaluation with one metric for each array, which is added over replicas as `sk.bincount` is.
 
     `found` receives the tree of the results.
@@ -80,7 +87,7 @@ def _of_rows(predict_fn: Callable[..., Any], found: dict[Literal["structure"], A
     def eval_fn(*arguments: Any) -> dict[str, Bincount]:
         examples = trace_context.current_examples()
         assert examples is not None
-        results, num = predict_fn(*arguments), examples.num
+        results, num = call_user(lambda: predict_fn(*arguments), "predict_fn"), examples.num
         for path, leaf in named_leaves(results):
             where = f" at '{path}'" if path else ""
             if jnp.ndim(leaf) == 0 or leaf.shape[0] != num:
@@ -95,6 +102,8 @@ def _of_rows(predict_fn: Callable[..., Any], found: dict[Literal["structure"], A
 
         def spread(x: jax.Array) -> Bincount:
             x = x.astype(jnp.uint8) if x.dtype == bool else x
+            if num_replicas() == 1:
+                return Bincount(x)
             zeros = jnp.zeros((num * num_replicas(), *x.shape[1:]), x.dtype)
             return Bincount(jax.lax.dynamic_update_slice_in_dim(zeros, x, replica_index() * num, 0))
 
@@ -119,13 +128,15 @@ def _joined(program: Program, state: TrainState, found: dict[Literal["structure"
 
 
 def write(results: Any, out: Path) -> None:
-    """Writes results to a new file: `.npz`, arrays by their paths; `.npy`, one array.
+    """Writes results to a new file: `.npz`, arrays by their paths; `.npy`, one array. Floats that numpy does not have
+    (bfloat16) are written as float32.
 
     Raises:
         ConfigError: the results are several arrays for `.npy`.
         CheckpointWriteError: the file cannot be written.
     """
-    arrays = {path or "predictions": x for path, x in named_leaves(results)}
+    plain: Callable[[np.ndarray], Any] = lambda x: x.astype(np.float32) if x.dtype.kind == "V" else x
+    arrays = {path or "predictions": plain(x) for path, x in named_leaves(results)}
     if out.suffix == ".npy" and len(arrays) != 1:
         raise ConfigError(f"predict --out {out}: predict_fn returns {len(arrays)} arrays. Write an .npz file.")
     try:

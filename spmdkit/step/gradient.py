@@ -421,7 +421,8 @@ def is_cast(inputs: str | Sequence[str], path: str) -> bool:
 
 
 def _num_rows(rows: Any) -> int:
-    return int(np.shape(jax.tree.leaves(rows)[0])[0])
+    num: int = np.shape(jax.tree.leaves(rows)[0])[0]  # symbolic under jax.export
+    return num
 
 
 def _check_differentiable(params: Any, roles: leaf_roles.Roles) -> None:

@@ -38,11 +38,14 @@ def config(tmp_path, mesh, num):
     )
 
 
-@pytest.mark.parametrize("mesh", [{}, {"data": 4}, {"fsdp": 4}, {"data": 2, "tensor": 2}])
-def test_results_equal_one_call_over_all_rows(tmp_path, mesh):
+MESHES = [({}, "auto"), ({"data": 4}, "auto"), ({"fsdp": 4}, "auto"), ({"data": 2, "tensor": 2}, "auto")]
+
+
+@pytest.mark.parametrize(("mesh", "sharding"), [*MESHES, ({"data": 4}, "explicit")])
+def test_results_equal_one_call_over_all_rows(tmp_path, mesh, sharding):
     num = int(np.prod([1, *mesh.values()]))
     made = config(tmp_path, mesh, num)
-    found = predict(made, cluster=join(ClusterSpec(), made.devices), task=task(), initial=True)
+    found = predict(made, cluster=join(ClusterSpec(), made.devices), task=task(sharding=sharding), initial=True)
     expected = predict_fn(init(jax.random.key(0)), ROWS)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     np.testing.assert_array_equal(found["best"]["index"], expected["best"]["index"])
@@ -60,7 +63,7 @@ def test_files_hold_arrays_by_their_paths(tmp_path):
     prediction.write({"a": np.arange(3), "b": {"c": np.ones((3, 2))}}, tmp_path / "out.npz")
     with np.load(tmp_path / "out.npz") as found:
         assert sorted(found) == ["a", "b/c"] and found["b/c"].shape == (3, 2)
-    prediction.write(np.arange(3), tmp_path / "out.npy")
+    prediction.write(np.arange(3).astype(jax.numpy.bfloat16), tmp_path / "out.npy")
     assert np.load(tmp_path / "out.npy").tolist() == [0, 1, 2]
     with pytest.raises(ConfigError, match=r"returns 2 arrays\. Write an .npz file"):
         prediction.write({"a": np.ones(1), "b": np.ones(1)}, tmp_path / "two.npy")
@@ -75,6 +78,7 @@ def test_files_hold_arrays_by_their_paths(tmp_path):
         ({"predict_fn": None}, "the task has none"),
         ({"eval_data": None}, "the task has no eval_data"),
         ({"predict_fn": lambda params, batch: batch["x"].sum()}, "for 8 rows. The first dim"),
+        ({"predict_fn": lambda params, batch: batch["x"] @ params["w"].T}, "^predict_fn cannot be traced"),
     ],
 )
 def test_bad_tasks_are_refused(tmp_path, more, match):
