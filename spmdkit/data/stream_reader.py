@@ -140,7 +140,9 @@ class StreamReader:
                 f"data.shards is {self._shards}, and this run reads {self._data.what} as {num} shards. A run keeps its "
                 f"number of shards. Set data.shards: {num}, or null, or set run_dir to a new folder."
             )
-        check_shards(num, self._data.stream.most_shards(), self._batch_size, self._parts, self._data.what)
+        stream = self._data.stream
+        limit = getattr(stream, "limit", "it has no more parts, such as files")
+        check_shards(num, stream.most_shards(), self._batch_size, self._parts, self._data.what, limit)
         self.num_shards, self._check = num, check
         self._start: Mapping[str, Any] = {"num_shards": num, "batch": 0, "shards": {}}
         # A new dict: the thread of an earlier iteration may still write to the old one.

@@ -58,8 +58,11 @@ def _divides(num: int, batch_size: int, parts: Sequence[np.ndarray]) -> bool:
     return any((each != batch_size // num).any() for each in counts)
 
 
-def check_shards(num: int, most: int | None, batch_size: int, parts: Sequence[np.ndarray], what: str) -> None:
-    """Raises ConfigError if a stream cannot be read as `num` shards on these processes."""
+def check_shards(
+    num: int, most: int | None, batch_size: int, parts: Sequence[np.ndarray], what: str, limit: str = ""
+) -> None:
+    """Raises ConfigError if a stream cannot be read as `num` shards on these processes. `limit` states why there are at
+    most `most`."""
     divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
     suitable = [n for n in divisors if (most is None or n <= most) and not _divides(n, batch_size, parts)]
     if batch_size % num:
@@ -69,8 +72,8 @@ def check_shards(num: int, most: int | None, batch_size: int, parts: Sequence[np
         )
     if most is not None and num > most:
         raise ConfigError(
-            f"{what} is read as {num} shards, and the stream can be opened as at most {most}, such as its number of "
-            f"files. Set data.shards to {_listed(suitable)}."
+            f"{what} is read as {num} shards, and the stream can be opened as at most {most}: {limit}. Set data.shards "
+            f"to {_listed(suitable)}."
         )
     if _divides(num, batch_size, parts):
         processes = [n for n in range(1, num + 1) if num % n == 0]

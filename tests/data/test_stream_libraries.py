@@ -8,8 +8,9 @@ import pytest
 from spmdkit.data.source import open_source
 from spmdkit.data.stream_reader import check_stream
 from spmdkit.data.streams.base import open_stream
+from spmdkit.data.streams.function import stream
 from spmdkit.errors import CheckpointError, ConfigError, UserCodeError
-from tests.support.libraries import LIBRARIES, NUM, grain_map, loader
+from tests.support.libraries import LIBRARIES, NUM, grain_map, hugging_face, loader
 from tests.support.streams import SIZE, Job, batches
 
 STEPS = 12
@@ -20,18 +21,16 @@ pytestmark = [
 ]
 
 
-def made(kind, folder, monkeypatch):
+def made(kind, folder):
     """Returns (data, whether exact, number of shards) of a kind, or skips the test."""
     package, make, exact, sharded = LIBRARIES[kind]
-    module = pytest.importorskip(package)
-    if package == "datasets":
-        monkeypatch.setattr(module.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+    pytest.importorskip(package)
     return make(folder), exact, 8 if sharded else None
 
 
 @pytest.mark.parametrize("kind", LIBRARIES)
-def test_a_library_is_read_on_any_processes_and_continues(kind, tmp_path, monkeypatch):
-    data, exact, shards = made(kind, tmp_path, monkeypatch)
+def test_a_library_is_read_on_any_processes_and_continues(kind, tmp_path):
+    data, exact, shards = made(kind, tmp_path)
     assert check_stream(open_stream(data), "train_data", 11, shards, False).exact == exact
     one = batches(data, STEPS, shards=shards)
     assert len(np.unique(one)) > NUM * 0.6 and one.max() < NUM
@@ -48,8 +47,8 @@ def test_a_library_is_read_on_any_processes_and_continues(kind, tmp_path, monkey
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LIBRARIES if "mix" not in kind and "interleaved" not in kind])
-def test_an_epoch_has_each_example_once(kind, tmp_path, monkeypatch):
-    data, _, shards = made(kind, tmp_path, monkeypatch)
+def test_an_epoch_has_each_example_once(kind, tmp_path):
+    data, _, shards = made(kind, tmp_path)
     job = Job(data, shards=shards, repeat=False)
     steps = [job.step() for _ in range(NUM // SIZE)]
     ids = np.concatenate([rows[mask] for _, rows, mask in steps])
@@ -74,13 +73,28 @@ def test_a_torch_loop_and_later_epochs():
         stream.open(0, 1, 3, 0, {**shard.state(), "num_workers": 3})
 
 
-def test_interleaved_data_are_not_sharded(tmp_path, monkeypatch):
-    data, _, _ = made("hf, interleaved", tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match=r"can be opened as at most 1"):
+def test_interleaved_data_are_sharded_before(tmp_path):
+    data, _, _ = made("hf, interleaved", tmp_path)
+    datasets = pytest.importorskip("datasets")
+    with pytest.raises(ConfigError, match=r"at most 1: with interleave_datasets before shard.* seed=seed \+ shard\)"):
         Job(data, shards=8)
 
+    def rows(differs):
+        def parts(shard, num_shards, seed):
+            of_files = [hugging_face(tmp_path).shard(num_shards, shard) for _ in range(2)]
+            return datasets.interleave_datasets(of_files, probabilities=[0.7, 0.3], seed=seed + differs * shard)
 
-def test_a_map_style_dataset_is_one_call_per_batch(tmp_path, monkeypatch):
+        return stream(parts)
+
+    with pytest.raises(ConfigError, match=r"shards 0 and 1 of the stream draw the same sources.*Shard each source"):
+        Job(rows(differs=False), shards=2).step()
+    job = Job(rows(differs=True), shards=2)
+    steps = [job.step() for _ in range(9)]  # also the end of an epoch
+    job.close()
+    assert len(steps) == 9
+
+
+def test_a_map_style_dataset_is_one_call_per_batch(monkeypatch):
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"id": list(range(NUM)), "x": [[float(i)] * 3 for i in range(NUM)]})
     calls, plain = [], type(data).__getitems__

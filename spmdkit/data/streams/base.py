@@ -5,7 +5,8 @@ A module of this folder defines
     open_stream(data) -> Stream | None     the stream of data of its kind; None for all other data
 
 It imports its library only if the data are of that library (`sys.modules`). Another distribution declares the same
-function as an entry point `spmdkit.streams`. A stream with an attribute `batched = True` always yields chunks of rows.
+function as an entry point `spmdkit.streams`. A stream with an attribute `batched = True` always yields chunks of rows;
+an attribute `limit` states why it has no more shards than `most_shards()`, and the repair.
 """
 
 from __future__ import annotations

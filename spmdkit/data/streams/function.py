@@ -9,6 +9,7 @@ import numpy as np
 
 from spmdkit.data.streams.base import Shard, State
 from spmdkit.data.streams.base import open_stream as open_any
+from spmdkit.errors import ConfigError
 
 METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 """Names of the methods that return and restore a position, in the order in which they are looked for."""
@@ -22,7 +23,7 @@ class StreamFunction:
     """
 
     def __init__(self, function: Callable[[int, int, int], Any]):
-        self._function, self.batched = function, False
+        self._function, self.batched, self._draws = function, False, dict[tuple[int, str], int]()
 
     def __call__(self, shard: int, num_shards: int, seed: int) -> Any:
         return self._function(shard, num_shards, seed)
@@ -40,6 +41,12 @@ class StreamFunction:
         if library is None:
             return IteratorShard(opened, state)
         self.batched = getattr(library, "batched", False)
+        draws = getattr(library, "draws", "")
+        if draws and (other := self._draws.setdefault((epoch, draws), shard)) != shard:
+            why = getattr(library, "limit", "")
+            raise ConfigError(
+                f"shards {other} and {shard} of the stream draw the same sources at the same time: {why}."
+            )
         return library.open(0, 1, seed, 0, state)
 
 

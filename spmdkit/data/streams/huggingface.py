@@ -3,13 +3,16 @@
 - Columns of numbers are read as tables, cut to rows by the reader: ten times as fast as single rows.
 - A shuffle buffer is counted: its own state omits the rows in the buffer.
 - `interleave_datasets` is opened once. As shards, all parts would draw from the same source at the same time.
+- Some iterators sleep 5 s at their end, so that threads of Arrow end before the interpreter (apache/arrow issue 45214).
+  The sleep is postponed to the exit of the interpreter.
 """
 
 from __future__ import annotations
 
+import atexit
 import re
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +23,11 @@ from spmdkit.data.streams.base import State
 from spmdkit.data.streams.function import IteratorShard
 
 TABLE_ROWS = 100
+INTERLEAVED = (
+    "with interleave_datasets before shard, all shards would read from the same source at the same time. Shard each "
+    "source first, in a function under @sk.stream: interleave_datasets([a.shard(num_shards, shard), "
+    "b.shard(num_shards, shard)], seed=seed + shard)"
+)
 
 
 class HuggingFaceStream:
@@ -27,6 +35,8 @@ class HuggingFaceStream:
 
     Attributes:
         batched: it yields tables.
+        draws: the states of the generators that choose a source; empty if none does.
+        limit: why it has no more shards.
     """
 
     def __init__(self, dataset: Any):
@@ -38,9 +48,12 @@ class HuggingFaceStream:
             dataset = dataset.with_format("arrow" if is_table else "numpy")
         self.batched = dataset._formatting.is_table
         self._dataset = dataset
-        kinds = {type(node).__name__ for node in _nodes(dataset._ex_iterable)}
-        self._is_buffered = any("BufferShuffled" in kind for kind in kinds)
-        self._is_mixed = any("CyclingMultiSources" in kind for kind in kinds)
+        nodes = list(_nodes(dataset._ex_iterable))
+        self._is_buffered = any("BufferShuffled" in type(node).__name__ for node in nodes)
+        mixed = [node for node in nodes if "CyclingMultiSources" in type(node).__name__]
+        self._has_threads = any("InterleavedShards" in type(node).__name__ for node in nodes) or bool(mixed)
+        self._is_mixed, self.limit = bool(mixed), INTERLEAVED if mixed else "it has that many files"
+        self.draws = "".join(str(node.generator.bit_generator.state) for node in mixed if hasattr(node, "generator"))
 
     def most_shards(self) -> int:
         """Returns the number of files, or 1 for interleaved data sets."""
@@ -50,8 +63,9 @@ class HuggingFaceStream:
         """Returns every `num_shards`-th file from `shard` on. The seed is that of the data set's `shuffle`."""
         part = self._dataset.shard(num_shards, shard, contiguous=False)  # also of one: the position is in the object
         part.set_epoch(epoch)
+        _postpone_sleep()
         convert = _of_table if self.batched else _of_python if self._has_python_rows else None
-        return HuggingFaceShard(part, state, convert, counted=self._is_buffered)
+        return HuggingFaceShard(part, state, convert, self._is_buffered, self._has_threads)
 
 
 def _is_numeric(feature: Any) -> bool:
@@ -77,16 +91,34 @@ class HuggingFaceShard(IteratorShard):
 
     Args:
         convert: applied to each row, or to each table of `TABLE_ROWS` rows.
+        counted: its state is not used.
+        has_threads: threads read it, which end some seconds after it.
     """
 
-    def __init__(self, part: Any, state: State | None, convert: Callable[[Any], Any] | None, counted: bool):
+    def __init__(
+        self, part: Any, state: State | None, convert: Callable[[Any], Any] | None, counted: bool, has_threads: bool
+    ):
+        self._has_threads = has_threads
         super().__init__(part if convert is None else _Converted(part, convert), state)
         if counted:
             self._get = None
 
     def close(self) -> None:
-        """Closes the iterator in a thread: some sleep 5 s (`datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN`)."""
-        threading.Thread(target=super().close, daemon=True).start()
+        """Closes the iterator."""
+        super().close()
+        if self._has_threads:
+            _SLEEP["until"] = time.monotonic() + _SLEEP["seconds"]
+
+
+_SLEEP = {"seconds": 0.0, "until": 0.0}
+"""The postponed sleep: its length, and its end after the last close."""
+
+
+def _postpone_sleep() -> None:
+    config = sys.modules["datasets"].config
+    if config.SLEEP_TIME_ON_THREADS_SHUTDOWN:
+        _SLEEP["seconds"], config.SLEEP_TIME_ON_THREADS_SHUTDOWN = config.SLEEP_TIME_ON_THREADS_SHUTDOWN, 0
+        atexit.register(lambda: time.sleep(max(0.0, _SLEEP["until"] - time.monotonic())))
 
 
 class _Converted:

@@ -23,7 +23,13 @@ class LoaderStream:
 
     Attributes:
         batched: it collates batches.
+        limit: why it has no more shards.
     """
+
+    limit = (
+        "a loader cannot be divided. Return DataLoader(Subset(data, range(shard, len(data), num_shards))) from a "
+        "function under @sk.stream"
+    )
 
     def __init__(self, loader: Any):
         self._loader = loader
