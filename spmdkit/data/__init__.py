@@ -43,6 +43,7 @@ from spmdkit.data.schedule import (
 )
 from spmdkit.data.source import (
     HostBatch as HostBatch,
+    NumberSource as NumberSource,
     Source as Source,
     open_source as open_source,
     read_step as read_step,

@@ -101,7 +101,9 @@ class Feed:
 
     def epoch(self, step: int) -> float | None:
         """Returns the number of passes over the data after `step`; of a stream, the completed ones of the shard with
-        the fewest on this process. None: a stream does not repeat."""
+        the fewest on this process. None: a stream does not repeat, or the task has no data."""
+        if isinstance(self.source, data.NumberSource):
+            return None
         if isinstance(self.schedule, data.Schedule):
             return self.schedule.passes(step)
         return self._reader.epoch(step) if self._reader is not None and self.schedule.always_full else None

@@ -177,6 +177,26 @@ class ArraySource:
         return self._treedef.unflatten(specs)
 
 
+class NumberSource:
+    """The data of a task without any: int32[rows], the number of each example in the run, from 0 on."""
+
+    in_memory = True
+
+    def __len__(self) -> int:
+        return 2**31 - 1
+
+    def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> np.ndarray:
+        """Returns the indices."""
+        return indices.astype(np.int32)
+
+    def skipped(self, indices: np.ndarray, batch: int) -> None:
+        """Returns None."""
+
+    def element(self) -> jax.ShapeDtypeStruct:
+        """Returns an int32."""
+        return jax.ShapeDtypeStruct((), np.dtype(np.int32))
+
+
 def _named_arrays(data: Any, what: str) -> list[tuple[str, Any]]:
     try:
         named = named_leaves(data)

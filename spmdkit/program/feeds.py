@@ -34,14 +34,11 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
     """Returns the feeds of a config with a fixed number of microbatches; raises ConfigError if the data do not fit."""
     assert isinstance(config.microbatches, int)
     options = config.data
-    if task.train_data is None:
-        raise ConfigError(
-            "Task.train_data is missing. Training needs it. Pass a mapping of arrays, a source or a grain dataset."
-        )
     check_used(config, task)
     access = functools.partial(data.ReadPolicy, options.threads, options.retries)
     ledger = data.SkippedRows(options.max_bad_examples)
-    source = _opened(task.train_data, "train_data", access(ledger))
+    has_data = task.train_data is not None
+    source = _opened(task.train_data, "train_data", access(ledger)) if has_data else data.NumberSource()
     check_names(source.element(), "train_data")
     check_batch(config, sizes)
     process_shares = functools.partial(_shares, on=on, sizes=sizes)
@@ -55,7 +52,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
             num_examples=sum(share.examples for share in shares) or len(source),
             batch_size=config.batch_size,
             seed=config.seed,
-            shuffle=options.shuffle,
+            shuffle=options.shuffle and has_data,
             drop_remainder=options.drop_remainder,
             skipped=skipped,
             shares=shares,
@@ -140,6 +137,8 @@ def check_used(config: Config, task: Task) -> None:
         if getattr(options, key) != getattr(defaults, key):
             needed = "a stream" if key in only_indexed else "data with an index, and train_data is a stream"
             raise ConfigError(f"data.{key} has no effect: it needs {needed}. Remove it.")
+    if task.train_data is None:
+        _check_without_data(config)
     if trains_on_stream and config.on_nonfinite.save_batch:
         raise ConfigError(
             "on_nonfinite.save_batch has no effect: train_data is a stream, and its batches cannot be read again. "
@@ -149,6 +148,18 @@ def check_used(config: Config, task: Task) -> None:
         raise ConfigError(
             "data.repeat: false needs sync: every_step: groups that train separately would synchronize after the "
             "stream has ended. Set data.repeat: true and steps."
+        )
+
+
+def _check_without_data(config: Config) -> None:
+    """Raises ConfigError for a setting that needs `train_data`."""
+    if config.epochs is not None:
+        raise ConfigError(f"epochs is {config.epochs}, and the task has no train_data to pass over. Set steps.")
+    for name in (name for name, action in config.policies().items() if action == "rollback"):
+        where = "on_spike.action" if name == "spike" else f"on_nonfinite.{name}"
+        raise ConfigError(
+            f"{where} is rollback, and the task has no train_data: keys depend on the seed and the step, so the same "
+            "draws would follow. Use stop or skip."
         )
 
 

@@ -26,7 +26,7 @@ from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.compat import callbacks, convolutions
 from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, replace_keys
-from spmdkit.errors import ConfigError
+from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import abstract, check_names, named_leaves, replace_leaves
 from spmdkit.foundation.user_code import call_user
@@ -42,7 +42,7 @@ from spmdkit.program.feeds import Feeds, check_rows, limited, open_feeds, with_s
 from spmdkit.program.init_from import InitFrom
 from spmdkit.program.init_state import abstract_init, check_jit, check_precision, input_notes, with_user_state
 from spmdkit.program.phases import Phase
-from spmdkit.program.row_table import Row, row_table, row_warnings
+from spmdkit.program.row_table import Row, plain_draws, row_table, row_warnings
 from spmdkit.program.state_layout import place_state, state_groups, to_device
 from spmdkit.program.step_context import step_context
 from spmdkit.program.task import Task
@@ -55,6 +55,11 @@ from spmdkit.step.metrics.base import is_metric
 from spmdkit.step.model_state import agreement
 from spmdkit.step.state import TrainState, check_not_donated, without_aliases
 from spmdkit.step.step import Batch, StepChecks
+
+WITHOUT_DATA = (
+    "Task.train_data is missing, so the batch is int32[rows], the numbers of its examples. For data pass a mapping of "
+    "arrays, a source or a grain dataset."
+)
 
 
 class Program:
@@ -134,6 +139,8 @@ class Program:
             check_best(config.checkpoint, self.evaluator.names)
         mixing = self.task.row_mixing or config.row_mixing
         what, reducing = self._task_step.what, self.num_replicas if config.model_state == "global" else 1
+        if self.task.train_data is None and self.num_replicas * self.microbatches > 1:
+            self.notes += plain_draws(self.row_usages, what)
         self.notes += row_warnings(self.row_usages, what, mixing, self.microbatches, reducing, self._roles)
 
     # ---- abstract
@@ -228,7 +235,12 @@ class Program:
             always_full=self.schedule.always_full,
             ends=self.feed.ends,
         )
-        chosen = choose_form(task_step, self._context(), self.num_replicas, self.probe_padding)
+        try:
+            chosen = choose_form(task_step, self._context(), self.num_replicas, self.probe_padding)
+        except (ConfigError, UserCodeError) as error:
+            if self.task.train_data is not None:
+                raise
+            raise type(error)(f"{error} {WITHOUT_DATA}") from error.__cause__
         self._task_step, self._step_context, self._traced, self._refused = chosen
         self._shapes, self._by_shapes = _shapes(self.abstract_batch), dict[tuple[Any, ...], Program]()
         self.form = self._step_context.sharding.form

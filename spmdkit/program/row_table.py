@@ -146,6 +146,17 @@ def row_warnings(
     return texts
 
 
+def plain_draws(usages: Sequence[Usage], what: str) -> list[str]:
+    """Returns a warning if a loss draws from its plain key."""
+    lines = dict.fromkeys(usage.plain_draw for usage in usages if usage.plain_draw)
+    return [
+        f"{line}: {what} draws from its plain key, which differs by replica and microbatch, and the task has no "
+        "train_data: another mesh trains on other examples. Draw from sk.example_keys(): one key per "
+        "example, equal on every mesh."
+        for line in lines
+    ]
+
+
 def _fixed_gradients(usages: Sequence[Usage], what: str, roles: Collection[str]) -> list[str]:
     """Returns the warning about parameters for which a backward rule returns another value than a derivative."""
     paths = [path for usage in usages for path in usage.fixed_gradients if path not in roles]

@@ -41,7 +41,8 @@ class Task:
         optimizer: an optax transformation, or a function that returns one for a learning rate (a number or schedule);
             the function receives the config's `learning_rate`.
         train_data: a mapping (or any pytree) of arrays with equal first dim, a random-access source, a grain
-            MapDataset, or a stream (`@sk.stream`).
+            MapDataset, or a stream (`@sk.stream`). None: the batch is int32[rows], the number of each example in the
+            run, for a loss that makes its own data, by `sk.example_keys()`.
         eval_data: the same types; all examples are evaluated, for any number of them. A mapping of values that each
             have the structure of `train_data` is several sets: `{"clean": a, "hard": b}` gives `clean/loss`.
         eval_fn: `eval_fn(params, batch) -> {name: sk.mean(...)}`, with model state `eval_fn(params, state, batch)`;

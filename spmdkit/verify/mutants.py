@@ -214,6 +214,7 @@ MUTANTS = (
         mutations.seam(gradient, "split_microbatches", mutations.repeat_first_microbatch),
         meshes=lambda num: [{"data": num}, {"fsdp": num}],
         microbatches=2,
+        no_effect="the loss does not depend on the batch",
     ),
     Mutant(
         "clip_by_replica_norm",

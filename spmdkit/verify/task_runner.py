@@ -346,7 +346,9 @@ def _without_streams(config: Config, task: Task, num: int) -> tuple[Config, Task
     rows: dict[str, Any] = {
         name: data.first_rows(x, num) for name, x in opened.items() if isinstance(x, data.CheckedStream)
     }
-    if "train_data" in rows:
+    if task.train_data is None:
+        rows["train_data"] = np.arange(num, dtype=np.int32)
+    elif "train_data" in rows:
         full = config.data.repeat  # otherwise the last batches of the stream have missing rows
         settings = {"data.repeat": True, "data.shards": None, "data.workers": 0, "data.drop_remainder": full}
         config = replace_keys(config, settings)

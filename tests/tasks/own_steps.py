@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import spmdkit as sk
@@ -23,9 +22,6 @@ from tests.support.tasks import (
     weights,
 )
 from tests.tasks import classifier
-
-NO_DATA = np.zeros(1024, np.int32)
-"""A task has data: here only how many steps there are."""
 
 
 @natural
@@ -94,7 +90,7 @@ def pinn():
         loss, grads = jax.value_and_grad(loss_of)(state.params, shared(points_of(state.key)))
         return state.apply_gradients(grads), {"loss": loss}
 
-    task = sk.Task(init, train_step=train_step, optimizer=optimizer, train_data=NO_DATA, rules=columns("up"))
+    task = sk.Task(init, train_step=train_step, optimizer=optimizer, rules=columns("up"))
     lines = ('return jax.numpy.tanh(x @ params["up"]) @ params["down"]',)
     return NaturalTask(task, plain, repeating=(functools.partial(train_step, shared=lambda x: x), lines))
 
@@ -159,6 +155,6 @@ def ppo():
         assert int(trained.state.step) == STEPS  # and not four times as many
 
     init = lambda key: sk.Variables(init_params(key), jnp.asarray(start))
-    task = sk.Task(init, train_step=train_step, optimizer=optimizer, train_data=NO_DATA, rules=columns("up"))
+    task = sk.Task(init, train_step=train_step, optimizer=optimizer, rules=columns("up"))
     lines = ('return jax.numpy.tanh(x @ params["up"]) @ params["down"]', "return jax.nn.log_softmax(mlp(params, s))")
     return NaturalTask(task, plain, check=check, repeating=(functools.partial(train_step, shared=lambda x: x), lines))

@@ -66,6 +66,7 @@ class Usage:
         unchanged: whether the loss returns a leaf of the model state as it was.
         read: whether the loss or a metric depends on the old value of a leaf of the model state.
         needs_scale: whether the gradient of a loss depends on the scale of its cotangent.
+        plain_draw: the line at which a loss draws from its plain key, or None.
         fixed_gradients: parameters with a gradient that does not depend on the cotangent.
     """
 
@@ -87,6 +88,7 @@ class Usage:
     read: bool = False
     needs_scale: bool = False
     fixed_gradients: tuple[str, ...] = ()
+    plain_draw: str | None = None
 
 
 @dataclass(frozen=True)
@@ -178,10 +180,9 @@ def _usages(
     scaled = bool(loss_usages) and needs_scale(traced)
     fixed = _without_cotangent(traced, inputs, len(jax.tree.leaves(loss_flows)), bound) if scaled else ()
     same = keys.on_each_replica[0] if keys.on_each_replica else None
-    usages = [
-        replace(usage, keys=keys.text, same_draws=same, needs_scale=scaled, fixed_gradients=fixed)
-        for usage in loss_usages
-    ]
+    plain = keys.draw_of(range(len(leaves_in) - len(jax.tree.leaves(replica)), len(leaves_in)))
+    facts: dict[str, Any] = {"keys": keys.text, "same_draws": same, "plain_draw": plain}
+    usages = [replace(usage, **facts, needs_scale=scaled, fixed_gradients=fixed) for usage in loss_usages]
     usages += [_usage("metric", name, shapes[1][name], metric_flows[name]) for name in shapes[1]]
     leaves = named_leaves(shapes[2])
     if leaves:

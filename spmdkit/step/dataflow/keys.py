@@ -7,7 +7,7 @@ depend on its iteration draws the same numbers in every iteration.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -93,6 +93,13 @@ class KeyUses:
         repeated = next((draws for draws in self.draws.values() if len(draws) > 1), [])
         return list(dict.fromkeys(draw.line for draw in repeated))
 
+    def draw_of(self, inputs: Container[int]) -> str | None:
+        """Returns the line of a draw from one of these inputs, other than by `sk.example_keys`."""
+        for path, (draw, *_) in self.draws.items():
+            if draw.call is None and any(root in inputs for root in _roots(path)):
+                return draw.line or "the loss"
+        return None
+
     @property
     def problem(self) -> str:
         """A message about calls of `sk.example_keys` that give the same random numbers twice, or an empty text."""
@@ -120,6 +127,12 @@ class KeyUses:
         if self.in_loops:
             return f"once for all iterations of a loop: {at(self.in_loops[:1])}"
         return f"several times: {at(self.several)}" if self.several else "once" if self.draws else "not used"
+
+
+def _roots(path: Any) -> Iterator[int]:
+    """Yields the inputs from which a key is derived."""
+    if isinstance(path, tuple) and path:
+        yield from [path[1]] if path[0] == "key" else itertools.chain(*map(_roots, path))
 
 
 def key_uses(closed: jax.extend.core.ClosedJaxpr, keys: Sequence[int], shared: int, rows: int) -> KeyUses:
