@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from spmdkit.data.per_process import per_process as per_process
     from spmdkit.data.streams.function import stream as stream
     from spmdkit.data.streams.parquet import parquet as parquet
+    from spmdkit.data.streams.tar import tar as tar
     from spmdkit.data.tokens import tokens as tokens
     from spmdkit.errors import SpmdkitError as SpmdkitError
     from spmdkit.foundation.user_code import (
@@ -97,6 +98,7 @@ _NAMES = {
     "data.per_process": "per_process",
     "data.streams.function": "stream",
     "data.streams.parquet": "parquet",
+    "data.streams.tar": "tar",
     "data.tokens": "tokens",
     "errors": "SpmdkitError",
     "foundation.user_code": "hook reducer tracker sync task weights",

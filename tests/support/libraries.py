@@ -1,6 +1,8 @@
 """The same examples as data of each library: name -> (package, function that returns the data, exact, any number of
 shards). `folder` has the files of `write_files`."""
 
+import io
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +119,23 @@ def parquet_files(folder):
     return sk.parquet(f"{folder}/*.parquet", ["x", "id"])
 
 
+def tar_files(folder):
+    """Returns eight tar files, one with names of more than 255 characters."""
+    for i, ids in enumerate(np.split(np.arange(NUM), FILES)):
+        with tarfile.open(f"{folder}/{i:02}.tar", "w") as file:
+            for j in ids:
+                key = f"{'long/' * 60 if i == 3 else 'part/'}{j:04}"
+                for field, content in (("id", str(j).encode()), ("x.bin", example(int(j))["x"].tobytes())):
+                    info = tarfile.TarInfo(f"{key}.{field}")
+                    info.size = len(content)
+                    file.addfile(info, io.BytesIO(content))
+    return sk.tar(f"{folder}/{{00..{FILES - 1:02}}}.tar", decode_bytes)
+
+
+def decode_bytes(sample):
+    return {"id": np.int32(sample["id"]), "x": np.frombuffer(sample["x.bin"], np.float32)}
+
+
 def tf_rows(width=3):
     import tensorflow as tf
 
@@ -135,6 +154,7 @@ LIBRARIES = {
     "tf.data, large buffer": ("tensorflow", lambda folder: tf_shuffled(4096, 100), False, True),
     "parquet": ("pyarrow", parquet_files, True, True),
     "arrow files": ("pyarrow", arrow_files, True, True),
+    "tar": ("tarfile", tar_files, True, True),
     "hf": ("datasets", hugging_face, True, True),
     "hf, map and filter": ("datasets", mapped, True, True),
     "hf, numpy": ("datasets", lambda folder: hugging_face(folder).with_format("numpy"), True, True),
