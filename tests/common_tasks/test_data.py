@@ -106,7 +106,6 @@ def test_5_grain_iterator(user):
     ids = iter(grain.MapDataset.source(range(32)).shuffle(seed=1).repeat())
     kept = [i for i, _ in zip((i for i in ids if ROWS["x"][i, 0] > -0.5), range(STEPS * BATCH), strict=False)]
     same(user.train(), plain({name: x[kept] for name, x in ROWS.items()}))
-    user.continues_bitwise()
 
 
 BIGRAM = """
@@ -129,6 +128,30 @@ def plain_bigram(data, **more):
         return (losses * weights).sum() / weights.sum()
 
     return plain(data, loss, params={"table": jnp.zeros((8, 8))}, **more)
+
+
+def test_5_grain_packing(user):
+    given = """
+        documents = [{"inputs": np.arange(1 + i % 5, dtype=np.int32)} for i in range(32)]
+        documents = [row | {"targets": row["inputs"] + 1} for row in documents]
+    """
+    code = """
+        import grain
+        rows = grain.MapDataset.source(documents).repeat().to_iter_dataset()
+        data = grain.experimental.FirstFitPackIterDataset(
+            rows, length_struct={"inputs": 8, "targets": 8}, num_packing_bins=4
+        )
+        def loss_fn(params, batch, key):
+            return sk.mean(losses_of(params, batch), where=batch["targets_segment_ids"] > 0)
+    """
+    user.with_lines(6 + 1, code, config="data: {shards: 1}\n", given=BIGRAM + textwrap.dedent(given))
+    losses = user.train()
+    names = {"np": np}
+    exec(textwrap.dedent(given + code.partition("def")[0]), names)
+    rows = [row for row, _ in zip(names["data"], range(STEPS * BATCH), strict=False)]
+    packed = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    same(losses, plain_bigram(packed | {"weights": (packed["targets_segment_ids"] > 0).astype(np.float32)}))
+    user.continues_bitwise()
 
 
 def test_6_memory_mapped_tokens(user):
@@ -234,7 +257,6 @@ def test_12_weighted_sampler(user):
     ids = np.array([drawn[i] for i in range(STEPS * BATCH)])
     assert 0.3 < LABELS[ids].mean() < 0.7
     same(user.train(IN_ORDER), plain({name: x[ids] for name, x in ROWS.items()}))
-    user.continues_bitwise(IN_ORDER)
 
 
 def test_13_endless_synthetic_data(user):

@@ -2,6 +2,9 @@
 Levanter or transformers."""
 
 import json
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import jax
@@ -13,6 +16,7 @@ import pytest
 import spmdkit as sk
 from tests.reference import transformers_numbers as reference
 from tests.support.common_tasks import ROWS, STEPS, loss_of, plain
+from tests.support.environment import environment_of_a_user
 
 st = pytest.importorskip("safetensors.numpy")
 ALL_ROWS = {name: np.tile(x, (STEPS // 2, 1)) for name, x in ROWS.items()}
@@ -144,3 +148,28 @@ def test_23_inference_in_another_script(user):
     script = {"sk": sk}
     exec(line, script)
     close(script["params"], plain(ALL_ROWS).params)
+
+
+def test_24_jax_export(user):
+    """No other trainer has a line in the table; the limit is that of the first form of this task."""
+    pytest.importorskip("flatbuffers")
+    export = "spmdkit checkpoint export run model.safetensors --stablehlo predict.bin"
+    script = """
+        import sys
+        sys.modules["spmdkit"] = None
+        import jax
+        import numpy as np
+        from pathlib import Path
+        from safetensors.numpy import load_file
+        program = jax.export.deserialize(bytearray(Path("predict.bin").read_bytes()))
+        np.save("found.npy", program.call(load_file("model.safetensors"), dict(np.load("batch.npz"))))
+    """
+    [load] = [line for line in script.splitlines() if "deserialize" in line]
+    predict = 'lambda params, batch: batch["x"] @ params["w"] + params["b"]'
+    user.with_lines(3, task={"predict_fn": predict}, commands=[export, load])
+    user.train(IN_ORDER)
+    user.runs([export])
+    np.savez(user.path / "batch.npz", x=ROWS["x"][:5])
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, env=environment_of_a_user())
+    params = plain(ALL_ROWS).params
+    close(np.load(user.path / "found.npy"), ROWS["x"][:5] @ params["w"] + params["b"])
