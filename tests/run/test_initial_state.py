@@ -1,12 +1,9 @@
 """One function makes the state from which a run continues: a checkpoint, else `init_from`, else `init`."""
 
 import dataclasses
-import re
-from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import spmdkit as sk
@@ -20,7 +17,6 @@ from tests.support.small_runs import config_of, events, line_task, train
 
 st = pytest.importorskip("safetensors.numpy")
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 W = np.full((1, 1), 1.75, np.float32)
 
 
@@ -129,16 +125,6 @@ def test_a_program_restores_onto_its_mesh(run):
         program.restore(what="model_state")
     with pytest.raises(ConfigError, match="Did you mean 'params'"):
         program.restore(what="parms")
-
-
-def test_plain_orbax_reads_a_checkpoint_of_a_mesh(run, monkeypatch):
-    folder, program = run
-    code = re.search(r"by orbax alone:\n\n```python\n(.*?)```", GUIDE.read_text(), re.S)[1].replace("runs/first", "run")
-    monkeypatch.chdir(folder)
-    names = {"Path": Path, "ocp": ocp, "np": np, "jax": jax}
-    exec(code, names)
-    assert code.count("\n") == 3
-    assert np.array_equal(names["state"]["params"]["w"], program.restore(10).params["w"])
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2}])
