@@ -9,10 +9,12 @@ position and read its first batch. Kinds whose package is missing are left out.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +23,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from array_record.python.array_record_module import ArrayRecordWriter
 
-from spmdkit import parquet, stream, tokens
+from spmdkit import parquet, stream, tar, tokens
 from spmdkit.data import CheckedStream, Schedule, StreamReader, check_stream, host_batches, open_source, open_stream
 
 FILES, ROWS, WIDTH, BATCH, BLOCK_S = 16, 1000, 512, 256, 0.7
@@ -33,6 +36,16 @@ ARRAY = np.random.default_rng(0).integers(0, 50_000, (FILES * ROWS, WIDTH), np.i
 def write_files() -> None:
     FOLDER.mkdir(exist_ok=True)
     ARRAY.astype(np.uint16).tofile(FOLDER / "tokens.bin")
+    writer = ArrayRecordWriter(str(FOLDER / "rows.array_record"), "group_size:1")
+    for row in ARRAY:
+        writer.write(row.tobytes())
+    writer.close()
+    for i, rows in enumerate(np.split(ARRAY, FILES)):
+        with tarfile.open(FOLDER / f"{i:02}.tar", "w") as archive:
+            for number, row in enumerate(rows):
+                info = tarfile.TarInfo(f"{number:06}.x")
+                info.size = row.nbytes
+                archive.addfile(info, io.BytesIO(row.tobytes()))
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -106,6 +119,24 @@ def grain_rows() -> Any:
     return grain_map().to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
 
 
+def array_records() -> Any:
+    import grain
+
+    records = grain.MapDataset.source(grain.sources.ArrayRecordDataSource([str(FOLDER / "rows.array_record")]))
+    return records.shuffle(seed=1).map(lambda record: {"x": np.frombuffer(record, np.int32)})
+
+
+def tar_files() -> Any:
+    return tar(f"{FOLDER}/*.tar", lambda sample: {"x": np.frombuffer(sample["x"], np.int32)})
+
+
+def tar_rows() -> Iterator[Any]:
+    for path in sorted(FOLDER.glob("*.tar")):
+        with tarfile.open(path) as file:
+            for member in file:
+                yield {"x": np.frombuffer(file.extractfile(member).read(), np.int32)}  # type: ignore[union-attr]
+
+
 def shuffled(data: Any) -> Iterator[Any]:
     for i in np.random.default_rng(0).permutation(len(data)).tolist():
         yield data[i]
@@ -125,12 +156,14 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Iterator[Any]], bool]]
     "`@sk.stream` function, rows": (lambda: function, lambda _: function(0, 1, 0), False),
     "grain `MapDataset` (indexed)": (grain_map, shuffled, False),
     "grain `IterDataset`": (grain_rows, iter, False),
+    "ArrayRecord by grain (indexed)": (array_records, shuffled, False),
     "HF `Dataset` (indexed)": (hugging_face_map, shuffled, False),
     "HF `IterableDataset`, numpy rows": (lambda: hugging_face("numpy"), iter, False),
     "HF `IterableDataset`, tables": (hugging_face, lambda _: arrow_chunks(), True),
     "torch `DataLoader`, batches of 64": (lambda: torch_shards, lambda _: iter(loader("torch")), True),
     "torchdata loader, batches of 64": (lambda: torchdata_shards, lambda _: iter(loader("torchdata")), True),
     "`sk.parquet`": (lambda: parquet(f"{FOLDER}/*.parquet"), lambda _: parquet_chunks(), True),
+    "`sk.tar`": (tar_files, lambda _: tar_rows(), False),
     "`sk.tokens` (indexed)": (lambda: tokens(FOLDER / "tokens.bin", WIDTH, "uint16"), shuffled, False),
 }
 

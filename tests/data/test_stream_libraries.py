@@ -10,7 +10,7 @@ from spmdkit.data.stream_reader import check_stream
 from spmdkit.data.streams.base import open_stream
 from spmdkit.data.streams.function import stream
 from spmdkit.errors import CheckpointError, ConfigError, UserCodeError
-from tests.support.libraries import LIBRARIES, NUM, grain_map, hugging_face, loader
+from tests.support.libraries import LIBRARIES, NUM, grain_map, hugging_face, loader, numbered
 from tests.support.streams import SIZE, Job, batches
 
 STEPS = 12
@@ -105,6 +105,31 @@ def test_a_map_style_dataset_is_one_call_per_batch(monkeypatch):
     assert calls == [[7, 3, 3, 319]]
     with pytest.raises(ConfigError, match=r"several data sets\. Pass one of them: data\['train'\]"):
         open_source(datasets.DatasetDict({"train": data}))
+
+
+def array_records(folder):
+    """Returns a grain dataset of two ArrayRecord files."""
+    import grain
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    for part, ids in enumerate(np.split(np.arange(NUM), 2)):
+        writer = ArrayRecordWriter(f"{folder}/{part}.array_record", "group_size:1")
+        for i in ids:
+            writer.write(np.float32([i, *numbered(i)["x"]]).tobytes())
+        writer.close()
+    files = grain.sources.ArrayRecordDataSource(sorted(map(str, folder.glob("*.array_record"))))
+    rows = grain.MapDataset.source(files).map(lambda record: np.frombuffer(record, np.float32))
+    return rows.map(lambda row: {"id": row[0].astype(np.int32), "x": row[1:]})
+
+
+def test_array_records_are_indexed(tmp_path):
+    data = array_records(tmp_path)
+    source = open_source(data)
+    assert open_stream(data) is None and len(source) == NUM
+    indices = np.random.default_rng(0).permutation(NUM)[:9]
+    rows = source.gather(indices)
+    np.testing.assert_array_equal(rows["id"], indices)
+    np.testing.assert_array_equal(rows["x"], np.stack([numbered(i)["x"] for i in indices]))
 
 
 def test_grain_maps_are_indexed():
