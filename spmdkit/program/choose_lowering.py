@@ -29,6 +29,7 @@ from spmdkit.program.task_step import TaskStep
 from spmdkit.program.unused_settings import check_used
 from spmdkit.program.xla_defects import check_pools
 from spmdkit.step import reducer_state
+from spmdkit.step.dataflow.constants import check_constants
 from spmdkit.step.explicit import explicit_contexts, global_context, needs_explicit_axes
 from spmdkit.step.trace_context import Context
 
@@ -147,6 +148,9 @@ def _settled(
 ) -> tuple[Context, jax.stages.Traced | None]:
     """Checks the features that the user's step uses. Applies remat to the full loss if it never calls `sk.remat`."""
     config, last = task_step.config, traced
+    if task_step.task.train_step is not None:  # the analysis compares two traces of a loss
+        again = task_step.function(context.for_new_trace())
+        check_constants(traced.jaxpr, jax.make_jaxpr(again)(task_step.state.abstract, task_step.batch), task_step.what)
     check_used(config, context, task_step.state.table, task_step.always_full, task_step.what)
     check_pools(traced.jaxpr, task_step.sizes, task_step.what)
     if probe_padding and not task_step.always_full:

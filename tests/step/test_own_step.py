@@ -130,3 +130,17 @@ def test_custom_computation_is_not_rejected(train_step, settings):
     for _, batch in program.batches(stop=1):
         state, metrics = program.step(state, batch)
     assert float(metrics["loss"]) == pytest.approx(1.0)  # of parameters that begin at zero
+
+
+@pytest.mark.parametrize("view", ["global", "replica"])
+@pytest.mark.parametrize("mesh", [{}, {"data": 4}])
+def test_number_made_while_a_step_is_traced_is_refused(view, mesh):
+    def train_step(state, batch):
+        noisy = batch + np.random.normal(size=(4,)).astype(np.float32)
+        state = state.apply_gradients(jax.grad(loss_of)(state.params, noisy))
+        return state, {}
+
+    if view == "replica":
+        own = lambda state, batch: train_step(state, jax.lax.pmean(batch.mean(0, keepdims=True), ("replica", "data")))
+    with pytest.raises(ConfigError, match=r"test_own_step\.py:\d+: train_step uses a number that is made while it is"):
+        program_of(task(own if view == "replica" else train_step, view=view), mesh)

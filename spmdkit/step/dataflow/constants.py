@@ -1,4 +1,4 @@
-"""Finds constants of a loss that differ between two traces of it: random numbers of numpy, the time, a counter.
+"""Finds constants of a loss or step that differ between two traces of it: random numbers of numpy, the time, a counter.
 
 A compiled step contains such a number as a constant. It is the same in every step and on every replica.
 """
@@ -21,17 +21,23 @@ from spmdkit.foundation.trees import is_key
 _NUMBERS, _SEQUENCES, _PLAIN = (int, float), (tuple, list), (int, str)
 
 
-def check_constants(first: jax.extend.core.ClosedJaxpr, second: jax.extend.core.ClosedJaxpr) -> None:
-    """Raises ConfigError if an operation or a constant differs between two traces of one loss with equal inputs."""
+def check_constants(
+    first: jax.extend.core.ClosedJaxpr, second: jax.extend.core.ClosedJaxpr, what: str = "loss_fn"
+) -> None:
+    """Raises ConfigError if an operation or a constant differs between two traces of one function with equal inputs.
+
+    Args:
+        what: name of the function.
+    """
     pairs = itertools.zip_longest(_parts(first), _parts(second), fillvalue=(None, "no operation"))
     for (eqn, one), (other_eqn, other) in pairs:
         if not _equal(one, other):
             line = next(compat.user_line(e) for e in (eqn, other_eqn) if e is not None)
             found = f"an array of shape {np.shape(one)}" if np.ndim(one) else f"{one}, then {other}"
             raise ConfigError(
-                f"{f'{line}: ' if line else ''}loss_fn uses a number that is made while it is traced: {found}. It "
+                f"{f'{line}: ' if line else ''}{what} uses a number that is made while it is traced: {found}. It "
                 "is a constant of the compiled step, or selects its operations, and stays the same in every step and "
-                "on every replica. Draw random numbers with jax.random from the key of the loss (jnp.where and "
+                "on every replica. Draw random numbers with jax.random from the key it receives (jnp.where and "
                 "lax.cond select by them), or pass the number in the batch."
             )
 
@@ -47,13 +53,22 @@ def _parts(closed: jax.extend.core.ClosedJaxpr) -> Iterator[tuple[Any, Any]]:
             if isinstance(var, jax.extend.core.Literal):
                 yield eqn, var.val
             elif var in arrays:
-                yield eqn, arrays.pop(var)
+                yield _first_use(eqn, var), arrays.pop(var)
         for value in eqn.params.values():
             for item in value if isinstance(value, _SEQUENCES) else (value,):
                 if isinstance(item, _NUMBERS):
                     yield eqn, item
                 for const in item.consts if isinstance(item, jax.extend.core.ClosedJaxpr) else ():
                     yield eqn, const
+
+
+def _first_use(eqn: Any, var: Any) -> Any:
+    """Returns the equation that uses a value first: one in the body of a `shard_map` in place of the call."""
+    for inner in jaxprs.inner_jaxprs(eqn):
+        if len(inner.invars) == len(eqn.invars):
+            within = inner.invars[eqn.invars.index(var)]
+            return next((_first_use(e, within) for e in inner.eqns if within in e.invars), eqn)
+    return eqn
 
 
 def _equal(first: Any, second: Any) -> bool:
