@@ -7,7 +7,8 @@ Wire: an all-reduce of the results of a batch over the replicas.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +18,11 @@ import numpy as np
 
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, load_config, replace_keys
+from spmdkit.data import open_stream
 from spmdkit.errors import CheckpointWriteError, ConfigError
 from spmdkit.foundation import files
-from spmdkit.foundation.trees import describe, named_leaves
+from spmdkit.foundation.formatting import visible
+from spmdkit.foundation.trees import describe, is_key, named_leaves
 from spmdkit.foundation.user_code import call_user
 from spmdkit.program.opening import join_processes, task_of
 from spmdkit.program.program import Program
@@ -65,9 +68,20 @@ def predict(
         if data is None:
             raise ConfigError(f"predict needs data: the task has no {name}. Choose eval_data or train_data.")
     found = dict[Literal["structure"], Any]()
-    config = replace_keys(config, {"checkpoint.best": None} if config.checkpoint else {})
+    changes: dict[str, Any] = {"checkpoint.best": None} if config.checkpoint else {}
+    sets = (data, *data.values()) if isinstance(data, Mapping) else (data,)
+    if all(open_stream(x) is None for x in sets):  # a stream may have no end
+        changes["eval.batches"] = None
+    config = replace_keys(config, changes)
     predicting = dataclasses.replace(task, eval_data=data, eval_fn=of_rows(predict_fn, found))
-    run: Callable[[Program, TrainState], Any] = lambda program, state: _joined(program, state, found)
+
+    def run(program: Program, state: TrainState) -> Any:
+        for note in program.notes:
+            if "eval_fn" in note and cluster.is_main:  # it mixes rows
+                text = note.replace("eval_fn", "predict_fn").replace("evaluation metric 'result ", "result '")
+                print(visible(f"note: {text}"), file=sys.stderr, flush=True)
+        return _joined(program, state, found)
+
     return on_checkpoint(config, cluster, run, predicting, step, best, initial)[1]
 
 
@@ -90,22 +104,23 @@ def of_rows(predict_fn: Callable[..., Any], found: dict[Literal["structure"], An
         results, num = call_user(lambda: predict_fn(*arguments), "predict_fn"), examples.num
         for path, leaf in named_leaves(results):
             where = f" at '{path}'" if path else ""
-            if jnp.ndim(leaf) == 0 or leaf.shape[0] != num:
+            if jnp.ndim(leaf) == 0 or leaf.shape[0] != num or is_key(leaf):
                 raise ConfigError(
                     f"predict_fn returned {describe(leaf)}{where} for {num} rows. The first "
-                    "dim of each result is the rows of the batch. Return one row per example."
+                    "dim of each result is the rows of the batch. Return one row of numbers per example."
                 )
         mask = example_mask()
-        leaves, structure = jax.tree.flatten(results)
-        found["structure"] = structure, [x.dtype for x in leaves]
-        arrays = {f"_{i}": x for i, x in enumerate(leaves)} | {"mask": jnp.ones(num, bool) if mask is None else mask}
+        arrays = {f"result {path or 'predictions'}": leaf for path, leaf in named_leaves(results)}
+        found["structure"] = jax.tree.structure(results), {name: x.dtype for name, x in arrays.items()}
+        arrays["mask"] = jnp.ones(num, bool) if mask is None else mask
 
         def spread(x: jax.Array) -> Bincount:
             x = x.astype(jnp.uint8) if x.dtype == bool else x
             if num_replicas() == 1:
                 return Bincount(x)
             zeros = jnp.zeros((num * num_replicas(), *x.shape[1:]), x.dtype)
-            return Bincount(jax.lax.dynamic_update_slice_in_dim(zeros, x, replica_index() * num, 0))
+            at = replica_index() * num + jnp.arange(num)
+            return Bincount(zeros.at[at].add(x, indices_are_sorted=True, unique_indices=True))
 
         return {name: spread(x) for name, x in arrays.items()}
 
@@ -122,7 +137,7 @@ def _joined(program: Program, state: TrainState, found: dict[Literal["structure"
             kept = arrays.pop("mask").astype(bool)
             parts.append({key: x[kept] for key, x in arrays.items()})
         structure, dtypes = found["structure"]
-        leaves = [np.concatenate([part[f"_{i}"] for part in parts]).astype(x) for i, x in enumerate(dtypes)]
+        leaves = [np.concatenate([part[x] for part in parts]).astype(dtype) for x, dtype in dtypes.items()]
         joined[name] = jax.tree.unflatten(structure, leaves)
     return joined[""] if joined.keys() == {""} else joined
 

@@ -129,7 +129,7 @@ def _function(
         unread = {name: jax.tree.map(lambda x: jnp.zeros((num, *x.shape[1:]), x.dtype), x) for name, x in rest.items()}
         _, metrics = of_batch(None, state_of(arrays), Batch({**batch, **unread} if rest else batch))
         structure, dtypes = found["structure"]
-        return jax.tree.unflatten(structure, [metrics[f"_{i}"].value.astype(x) for i, x in enumerate(dtypes)])
+        return jax.tree.unflatten(structure, [metrics[x].value.astype(dtype) for x, dtype in dtypes.items()])
 
     rest, batch = dict[str, Any](), abstract(feed.abstract().examples)
     if isinstance(batch, dict):  # without the arrays that predict_fn does not read, such as labels

@@ -32,10 +32,13 @@ def task(**more):
     return sk.Task(init, loss, optax.sgd(0.1), **(data | more))
 
 
-def config(tmp_path, mesh, num):
-    return sk.Config(
-        task="t.py:t", run_dir=str(tmp_path), batch_size=8, steps=2, devices=f"cpu:{num}", mesh=mesh, compile_cache=None
-    )
+def config(tmp_path, mesh, num, **more):
+    settings = {"batch_size": 8, "steps": 2, "devices": f"cpu:{num}", "mesh": mesh, "compile_cache": None}
+    return sk.Config(task="t.py:t", run_dir=str(tmp_path), **settings, **({"row_mixing": "error"} | more))
+
+
+def predicted(made, *data, **more):
+    return predict(made, *data, cluster=join(ClusterSpec(), made.devices), task=task(**more), initial=True)
 
 
 MESHES = [({}, "auto"), ({"data": 4}, "auto"), ({"fsdp": 4}, "auto"), ({"data": 2, "tensor": 2}, "auto")]
@@ -45,7 +48,7 @@ MESHES = [({}, "auto"), ({"data": 4}, "auto"), ({"fsdp": 4}, "auto"), ({"data": 
 def test_results_equal_one_call_over_all_rows(tmp_path, mesh, sharding):
     num = int(np.prod([1, *mesh.values()]))
     made = config(tmp_path, mesh, num)
-    found = predict(made, cluster=join(ClusterSpec(), made.devices), task=task(sharding=sharding), initial=True)
+    found = predicted(made, sharding=sharding)
     expected = predict_fn(init(jax.random.key(0)), ROWS)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     np.testing.assert_array_equal(found["best"]["index"], expected["best"]["index"])
@@ -55,8 +58,36 @@ def test_results_equal_one_call_over_all_rows(tmp_path, mesh, sharding):
     assert found["hidden"].shape == (NUM, 8)
     if mesh == {}:
         unlabeled = {"x": ROWS["x"][:5]}
-        other = predict(made, unlabeled, cluster=join(ClusterSpec(), made.devices), task=task(), initial=True)
+        other = predicted(made, unlabeled)
         np.testing.assert_allclose(other["hidden"], found["hidden"][:5], rtol=1e-5, atol=1e-6)
+
+
+def test_every_row_of_several_sets_is_predicted(tmp_path):
+    made = config(tmp_path, {"data": 4}, 4, eval={"batches": 1})
+    sets = {"a": ROWS, "b": {name: x[:16] for name, x in ROWS.items()}}
+    found = predicted(made, eval_data=sets, predict_fn=lambda params, batch: batch["x"])
+    assert {name: x.tolist() for name, x in found.items()} == {name: rows["x"].tolist() for name, rows in sets.items()}
+
+
+@sk.stream
+def stream(shard, num_shards, seed):
+    for i in range(shard, NUM, num_shards):
+        yield {name: x[i] for name, x in ROWS.items()}
+
+
+@pytest.mark.parametrize("data", [stream, "train_data"])
+def test_rows_of_a_stream_or_of_training_keep_their_order(tmp_path, data):
+    found = predicted(config(tmp_path, {"data": 4}, 4), data, predict_fn=lambda params, batch: batch["x"])
+    assert np.array_equal(found, ROWS["x"])
+
+
+def test_predictions_that_depend_on_other_rows_are_reported(tmp_path, capsys):
+    centered = lambda params, batch: {"x": batch["x"] - batch["x"].mean(0)}
+    predicted(config(tmp_path, {}, 1, row_mixing="warn"), predict_fn=centered)
+    shown = capsys.readouterr().err
+    assert "predict_fn mixes rows in result 'x'. A replica" in shown and "test_prediction.py:" in shown
+    with pytest.raises(ConfigError, match="row_mixing is error"):
+        predicted(config(tmp_path, {}, 1), predict_fn=centered)
 
 
 def test_files_hold_arrays_by_their_paths(tmp_path):
@@ -77,11 +108,12 @@ def test_files_hold_arrays_by_their_paths(tmp_path):
     [
         ({"predict_fn": None}, "the task has none"),
         ({"eval_data": None}, "the task has no eval_data"),
+        ({"eval_data": {name: x[:0] for name, x in ROWS.items()}}, "eval_data is empty"),
+        ({"predict_fn": lambda params, batch: jax.random.split(jax.random.key(0), 8)}, "one row of numbers"),
         ({"predict_fn": lambda params, batch: batch["x"].sum()}, "for 8 rows. The first dim"),
         ({"predict_fn": lambda params, batch: batch["x"] @ params["w"].T}, "^predict_fn cannot be traced"),
     ],
 )
 def test_bad_tasks_are_refused(tmp_path, more, match):
-    made = config(tmp_path, {}, 1)
     with pytest.raises(ConfigError, match=match):
-        predict(made, cluster=join(ClusterSpec(), made.devices), task=task(**more), initial=True)
+        predicted(config(tmp_path, {}, 1), **more)
