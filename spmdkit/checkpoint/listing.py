@@ -66,7 +66,7 @@ def best_step(directory: Location) -> int:
     if not scores:
         raise CheckpointError(
             f"the best checkpoint is requested, and no checkpoint in {directory} has the metric of checkpoint.best. "
-            "It is saved when an evaluation improves. Set checkpoint: {best: {metric: loss, mode: min}} and "
+            "It is saved when an evaluation improves. Set checkpoint: {best: {metric: loss}} and "
             "eval.every_steps, or name a step."
         )
     return scores[-1][1]

@@ -18,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
     WrapValidator,
 )
@@ -264,6 +265,14 @@ def dtype_to_mapping(value: Any) -> Any:
             )
         }
     return value
+
+
+def best_mode(value: Any, given: ValidationInfo) -> Any:
+    """Returns the direction of a metric: by default `min` for a loss, as in Keras and transformers. Other names have no
+    default: neither library agrees with the other on them."""
+    if value is None and not given.data.get("metric", "loss").endswith("loss"):
+        raise InvalidValue("min or max (the default is min for a metric with a name that ends with loss)", "max")
+    return "min" if value is None else value
 
 
 def source_to_mapping(value: Any) -> Any:

@@ -6,7 +6,9 @@ To add a rule, add a field here and its steps in `steps_to_keep`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
 
 from spmdkit.config import fields
 from spmdkit.config.fields import Section
@@ -17,8 +19,10 @@ class Best(Section):
 
     metric: fields.Name
     """Name of an evaluation metric, for example loss."""
-    mode: Literal["min", "max"]
-    """Whether the smallest or the largest value is best."""
+    mode: Annotated[Literal["min", "max"], BeforeValidator(fields.best_mode)] = Field(
+        default_factory=lambda: None, validate_default=True
+    )
+    """Whether the smallest or the largest value is best; default: min for a metric with a name that ends with loss."""
 
 
 class Retention(Section):

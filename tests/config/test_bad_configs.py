@@ -13,6 +13,7 @@ BAD = {
     "key of another section": ("every_steps: 5", ":2: every_steps:", "unknown key.", "Did you mean checkpoint.every_steps or eval.every_steps or log.every_steps"),
     "key of the top level in a section": ("log: {seed: 5}", ":2: log.seed:", "unknown key.", "Did you mean seed at the top level?"),
     "missing key of a section": ("profile: {steps: 2}", ":2: profile.start:", "is missing: first step of the trace", "Add start: ..."),
+    "best of a metric without a direction": ("eval: {every_steps: 1}\ncheckpoint: {best: {metric: accuracy}}", ":3: checkpoint.best", "should be min or max", "ends with loss", "Try mode: max."),
     "the root as run_dir": ("run_dir: /", ":2: run_dir:", "'/' (text) is the root of the file system", "A run has its own folder", "Try run_dir: runs/first."),
     "a bucket as run_dir": ("run_dir: s3://bucket/runs/x", ":2: run_dir:", "is a URL", "run_dir is a folder of this machine", "Try run_dir: runs/first with checkpoint.directory: s3://bucket/runs/x."),
     "run_dir out of the project": ("run_dir: ../elsewhere", ":2: run_dir:", "'../elsewhere' (text) leads out of the project, to /", "A relative path stays in /", "Try run_dir: runs/first"),

@@ -17,7 +17,7 @@ from tests.support.streams import uneven
 
 A, B, C = {"x": X[:33]}, {"x": 3 * X[33:66]}, [{"x": row} for row in X[:40]]
 SETTINGS = {
-    "checkpoint": {"every_steps": None, "keep": 1, "best": {"metric": "hard/loss", "mode": "min"}},
+    "checkpoint": {"every_steps": None, "keep": 1, "best": {"metric": "hard/loss"}},
     "eval": {"every_steps": 4},
 }
 
