@@ -11,6 +11,8 @@ from spmdkit.data.dtypes import device_dtype, narrow
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import named_leaves
 
+INT32, INT64, FLOAT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
+
 
 class ExampleForm:
     """The form of examples, or of the rows of chunks.
@@ -45,8 +47,10 @@ class ExampleForm:
         self.specs = [
             jax.ShapeDtypeStruct(array.shape[1:] if batched else array.shape, array.dtype) for array in arrays
         ]
-        is_flat = type(example) is dict and jax.tree_util.all_leaves(example.values())
-        keys = sorted(example) if is_flat else []
+        self._flat = type(example) if type(example) in (dict, tuple) else None
+        keys = sorted(example) if self._flat is dict else range(len(example)) if self._flat is tuple else []
+        if len(keys) != len(self.specs):  # nested, or None
+            keys = []
         self._of_keys = [(key, spec.dtype, spec.shape) for key, spec in zip(keys, self.specs, strict=False)]
 
     def element(self) -> Any:
@@ -87,13 +91,20 @@ class ExampleForm:
 
     def write(self, place: int, example: Any, out: list[np.ndarray], row: int) -> None:
         """Copies an example into row `row` of `out`. Raises ConfigError as `leaves`."""
-        # A flat dict of arrays, without the 2 us in which JAX flattens it.
-        if type(example) is dict and len(example) == len(self._of_keys) > 0:
+        # A flat dict or tuple, without the 2 us in which JAX flattens it.
+        if type(example) is self._flat and len(example) == len(self._of_keys) > 0:
             for (key, dtype, shape), array in zip(self._of_keys, out, strict=True):
-                leaf = example.get(key)
-                if type(leaf) is not np.ndarray or leaf.dtype != dtype or leaf.shape != shape:
+                leaf = example[key] if self._flat is tuple else example.get(key)
+                of_leaf = getattr(leaf, "dtype", None)
+                if of_leaf is None and shape == ():
+                    in_range = type(leaf) is int and dtype is INT32 and -(2**31) <= leaf < 2**31
+                    if not in_range and (type(leaf) is not float or dtype is not FLOAT32):
+                        break
+                elif (of_leaf is not dtype and (of_leaf is not INT64 or dtype is not INT32)) or leaf.shape != shape:
                     break
                 array[row] = leaf
+                if of_leaf is INT64 is not dtype and (array[row] != leaf).any():  # out of range
+                    break
             else:
                 return
         write_row(out, row, self.leaves(place, example))

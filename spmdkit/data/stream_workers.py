@@ -86,9 +86,9 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process and those that it started."""
-        if self._process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._process.wait()
         self._socket.close()
 
 
@@ -145,13 +145,15 @@ def main(number: int) -> None:
         try:
             _serve(link, arguments)
         except ConnectionError:  # the parent has ended
-            return
+            pass
         except SpmdkitError as error:
             text = f"{error}{shown_line(error.__cause__)}"
             _send(link, (type(error)(text), [], {}))
         except (Exception, SystemExit) as error:  # noqa: BLE001  such as an import of the stream's library
             text = f"a worker process of data.workers raised {type(error).__name__}: {error}{shown_line(error)}"
             _send(link, (UserCodeError(text), [], {}))
+        finally:
+            os.killpg(0, signal.SIGKILL)
 
 
 def _serve(link: socket.socket, arguments: bytearray) -> None:

@@ -94,6 +94,20 @@ def test_interleaved_data_are_sharded_before(tmp_path):
     assert len(steps) == 9
 
 
+def test_hugging_face_rows_have_the_dtypes_of_their_format():
+    datasets = pytest.importorskip("datasets")
+    dtypes = ("uint8", "int16", "float16", "bool")
+    data = datasets.Dataset.from_dict(
+        {f"{name}{ndim}": np.ones((6, 2)[: ndim + 1], name) for name in dtypes for ndim in (0, 1)}
+    ).to_iterable_dataset()
+    row = next(iter(data.with_format("numpy")))
+    expected = {name: np.dtype(str(x.dtype).replace("int64", "int32")) for name, x in row.items()}
+    for form in (None, "numpy"):
+        checked = check_stream(open_stream(data.with_format(form)), "train_data", 0, 1, False)
+        found = {name: x.dtype for name, x in checked.element().items()}
+        assert checked.batched and found == (expected if form else {name: np.dtype(name[:-1]) for name in row})
+
+
 def test_a_map_style_dataset_is_one_call_per_batch(monkeypatch):
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"id": list(range(NUM)), "x": [[float(i)] * 3 for i in range(NUM)]})

@@ -41,12 +41,13 @@ class HuggingFaceStream:
 
     def __init__(self, dataset: Any):
         features, formatting = dataset.features, dataset._formatting
-        is_plain = formatting is None or formatting.format_type is None
-        self._has_python_rows = is_plain and features is None
-        if is_plain:
-            is_table = features is not None and all(map(_is_numeric, features.values()))
-            dataset = dataset.with_format("arrow" if is_table else "numpy")
+        form = None if formatting is None else formatting.format_type
+        is_numeric = features is not None and all(map(_is_numeric, features.values()))
+        if form is None or (form == "numpy" and is_numeric):
+            dataset = dataset.with_format("arrow" if is_numeric else "numpy")
         self.batched = dataset._formatting.is_table
+        of_rows = _of_python if form is None and features is None else None
+        self._convert = of_rows if not self.batched else _of_wide_table if form == "numpy" else _of_table
         self._dataset = dataset
         nodes = list(_nodes(dataset._ex_iterable))
         self._is_buffered = any("BufferShuffled" in type(node).__name__ for node in nodes)
@@ -64,8 +65,7 @@ class HuggingFaceStream:
         part = self._dataset.shard(num_shards, shard, contiguous=False)  # also of one: the position is in the object
         part.set_epoch(epoch)
         _postpone_sleep()
-        convert = _of_table if self.batched else _of_python if self._has_python_rows else None
-        return HuggingFaceShard(part, state, convert, self._is_buffered, self._has_threads)
+        return HuggingFaceShard(part, state, self._convert, self._is_buffered, self._has_threads)
 
 
 def _is_numeric(feature: Any) -> bool:
@@ -79,6 +79,15 @@ def _is_numeric(feature: Any) -> bool:
 
 def _of_table(table: Any) -> dict[str, np.ndarray]:
     return {name: to_numpy(name, table[name]) for name in table.column_names}
+
+
+def _of_wide_table(table: Any) -> dict[str, np.ndarray]:
+    """Returns the columns in the dtypes of the library's numpy format: arrays of int64 and float32."""
+    kinds = {"i": np.int64, "u": np.int64, "f": np.float32}
+    return {
+        name: x.astype(kinds.get(x.dtype.kind, x.dtype), copy=False) if x.ndim > 1 else x
+        for name, x in _of_table(table).items()
+    }
 
 
 def _of_python(row: Any) -> Any:
@@ -121,6 +130,9 @@ def _postpone_sleep() -> None:
         atexit.register(lambda: time.sleep(max(0.0, _SLEEP["until"] - time.monotonic())))
 
 
+TABLES = (_of_table, _of_wide_table)
+
+
 class _Converted:
     def __init__(self, part: Any, convert: Callable[[Any], Any]):
         self._part, self._convert = part, convert
@@ -128,7 +140,7 @@ class _Converted:
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, which `close` ends; a `map` would end later, in the thread that reads.
-        for x in self._part.iter(batch_size=TABLE_ROWS) if self._convert is _of_table else self._part:
+        for x in self._part.iter(batch_size=TABLE_ROWS) if self._convert in TABLES else self._part:
             yield self._convert(x)
 
 
