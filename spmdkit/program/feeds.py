@@ -94,6 +94,16 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
     return Feeds(train, {name: open_feed(**settings) for name, open_feed in opened.items()})
 
 
+def end_notes(config: Config, evaluated: Mapping[str, Feed]) -> list[str]:
+    """Returns a note for each stream that an evaluation reads to its end, since one without an end never returns."""
+    return [
+        f"{feed.schedule.what} is a stream, which each evaluation reads to its end. If it has none, set "
+        "eval: {batches: 100}"
+        for feed in evaluated.values()
+        if isinstance(feed.source, data.CheckedStream) and config.eval.batches is None
+    ]
+
+
 def with_streams(task: Task, config: Config) -> Task:
     """Returns the task with its streams opened and checked; those of a task that this function returned are unchanged.
 

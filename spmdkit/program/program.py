@@ -38,7 +38,7 @@ from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.eval_params import eval_params_of
 from spmdkit.program.evaluation import Evaluator, SetEvaluator, check_best
 from spmdkit.program.explain import explain
-from spmdkit.program.feeds import Feeds, check_rows, limited, open_feeds, with_streams
+from spmdkit.program.feeds import Feeds, check_rows, end_notes, limited, open_feeds, with_streams
 from spmdkit.program.init_from import InitFrom
 from spmdkit.program.init_state import abstract_init, check_jit, check_precision, input_notes, with_user_state
 from spmdkit.program.phases import Phase
@@ -137,6 +137,7 @@ class Program:
             if self.evaluator.note:
                 self.notes.append(self.evaluator.note)
             check_best(config.checkpoint, self.evaluator.names)
+            self.notes += end_notes(config, self._eval_feeds)
         mixing = self.task.row_mixing or config.row_mixing
         what, reducing = self._task_step.what, self.num_replicas if config.model_state == "global" else 1
         if self.task.train_data is None and self.num_replicas * self.microbatches > 1:

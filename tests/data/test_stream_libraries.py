@@ -108,6 +108,15 @@ def test_hugging_face_rows_have_the_dtypes_of_their_format():
         assert checked.batched and found == (expected if form else {name: np.dtype(name[:-1]) for name in row})
 
 
+def test_an_order_without_a_seed_is_rejected(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    data = hugging_face(tmp_path)
+    mixed = datasets.interleave_datasets([data, data], probabilities=[0.5, 0.5])
+    for unseeded in (data.shuffle(buffer_size=20), data.shuffle(buffer_size=20).map(dict), mixed):
+        with pytest.raises(ConfigError, match=r"without a seed, .*shuffle\(seed=0"):
+            open_stream(unseeded)
+
+
 def test_a_map_style_dataset_is_one_call_per_batch(monkeypatch):
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"id": list(range(NUM)), "x": [[float(i)] * 3 for i in range(NUM)]})

@@ -125,7 +125,9 @@ def test_a_run_ends_with_its_stream(tmp_path, capfd):
     steps = trained(tmp_path)
     assert result.run.step == max(steps) == 5 == int(result.state.step)  # 10 examples of the longest shard, 2 a step
     assert sum(rows for *_, rows in steps.values()) == len(ROWS)
-    assert "stopped at step 5: train_data has ended" in capfd.readouterr().out
+    out, err = capfd.readouterr()
+    assert "stopped at step 5: train_data has ended" in out
+    assert "note: eval_data is a stream, which each evaluation reads to its end" in out + err
     assert result.evaluation["rows"] == len(ROWS)
     exactly = train(tmp_path / "exactly", uneven, data={"repeat": False, "shards": 8}, steps=5)
     assert same(result.state, exactly.state)

@@ -21,6 +21,7 @@ import numpy as np
 from spmdkit.data.columns import to_numpy
 from spmdkit.data.streams.base import State
 from spmdkit.data.streams.function import IteratorShard
+from spmdkit.errors import ConfigError
 
 TABLE_ROWS = 100
 INTERLEAVED = (
@@ -51,6 +52,7 @@ class HuggingFaceStream:
         self._dataset = dataset
         nodes = list(_nodes(dataset._ex_iterable))
         self._is_buffered = any("BufferShuffled" in type(node).__name__ for node in nodes)
+        _refuse_random_seeds(nodes)
         mixed = [node for node in nodes if "CyclingMultiSources" in type(node).__name__]
         self._has_threads = any("InterleavedShards" in type(node).__name__ for node in nodes) or bool(mixed)
         self._is_mixed, self.limit = bool(mixed), INTERLEAVED if mixed else "it has that many files"
@@ -66,6 +68,18 @@ class HuggingFaceStream:
         part.set_epoch(epoch)
         _postpone_sleep()
         return HuggingFaceShard(part, state, self._convert, self._is_buffered, self._has_threads)
+
+
+def _refuse_random_seeds(nodes: list[Any]) -> None:
+    """Raises ConfigError for `shuffle` or `interleave_datasets` without a seed: numpy then draws 128 bits."""
+    for generator in (node.generator for node in nodes if hasattr(node, "generator")):
+        entropy = generator.bit_generator.seed_seq.entropy
+        if isinstance(entropy, int) and entropy >= 2**64:
+            raise ConfigError(
+                "train_data is an IterableDataset that shuffles or interleaves without a seed, so a restarted run "
+                "would read other examples. A restart must read the same order. Pass seed=0 there: shuffle(seed=0, "
+                "buffer_size=...)."
+            )
 
 
 def _is_numeric(feature: Any) -> bool:
