@@ -58,13 +58,19 @@ def _check_fits(
         return
     shown = "".join(f"\n  {line}" for line in lines[:MAX_DIFFERENCES])
     more = f"\n  and {len(lines) - MAX_DIFFERENCES} more" if len(lines) > MAX_DIFFERENCES else ""
+    of_optimizer = all(line.startswith("opt_state/") for line in lines)
     raise CheckpointError(
         f"restoring {directory / str(found.step)} into this task's state: {len(lines)} "
         f"{'leaf differs' if len(lines) == 1 else 'leaves differ'} (saved {len(found.leaves)}, requested "
         f"{len(requested)}).{shown}{more}\nA checkpoint fits only the model, optimizer and precision that it was "
-        "saved with; the mesh and the layout may change. To continue with another optimizer: train --reset opt_state; "
-        "with other parameters: train --reset 'PATTERN' of their paths. Or use the config that wrote it (it is in the "
-        "checkpoint's record), or set run_dir to a new folder to start again from step 0."
+        "saved with; the mesh and the layout may change. "
+        + (
+            "To continue with another optimizer or other frozen parameters: train --reset opt_state. "
+            if of_optimizer
+            else "To continue with other parameters: train --reset 'PATTERN' of their paths. "
+        )
+        + "Or use the config that wrote it (it is in the checkpoint's record), or set run_dir to a new folder to start "
+        "again from step 0."
     )
 
 

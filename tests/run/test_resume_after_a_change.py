@@ -95,3 +95,26 @@ def test_average_is_reset_to_the_parameters_of_the_start(tmp_path):
     train(tmp_path, optax.sgd(0.1), 3, ema=0.5)
     state = train(tmp_path, optax.sgd(0.0), 4, ema=0.5, reset=["ema"])
     np.testing.assert_allclose(state.ema["w"], state.params["w"])
+
+
+FROZEN = {"head": {"train_only": ["w"]}, "w": {"groups": [{"match": "w", "frozen": True}]}}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "before", "mesh"), [("head", True, {"fsdp": 2}), ("w", False, {"data": 2}), ("w", True, {"data": 2})]
+)
+def test_parameters_are_frozen_or_trained_after_a_reset_of_the_optimizer(tmp_path, frozen, before, mesh):
+    settings = [FROZEN[frozen], {}] if before else [{}, FROZEN[frozen]]
+    layout = {"layout": {"min_shard_bytes": 1}} if "fsdp" in mesh else {}
+    start = train(tmp_path, optax.adam(0.1), 3, head=True, mesh=mesh, **layout, **settings[0])
+    again = lambda **more: train(tmp_path, optax.adam(0.1), 4, head=True, mesh=mesh, **layout, **settings[1], **more)
+    with pytest.raises(CheckpointError, match=r"2 leaves differ(.|\n)*frozen parameters: train --reset opt_state\. Or"):
+        again()
+    state = again(reset=["opt_state"])
+    values = {
+        "w": (start.params["w"], state.params["w"]),
+        "head": (start.params["head"]["v"], state.params["head"]["v"]),
+    }
+    moved = {name for name, (old, new) in values.items() if not np.array_equal(old, new)}
+    assert moved == ({"w", "head"} if before else {"w", "head"} - {frozen})
+    assert int(state.opt_state[0].count) == 1
