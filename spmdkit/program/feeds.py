@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from spmdkit import data
 from spmdkit.config import Config, check_batch
 from spmdkit.data.feed import Feed, eval_batch_size, rows_of_processes
 from spmdkit.data.fingerprint import rows_vary
-from spmdkit.errors import ConfigError
+from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import check_names
 from spmdkit.mesh import mesh
@@ -92,6 +93,13 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
         padded = padded or not schedule.always_full
     settings = {"microbatches": 1, "padded": padded, "skipped_rows": ledger, "most_batches": config.eval.batches}
     return Feeds(train, {name: open_feed(**settings) for name, open_feed in opened.items()})
+
+
+def check_next_examples(feed: Feed) -> None:
+    """Raises ConfigError if the next examples differ in form from example 0, with which a task could not be traced."""
+    if not isinstance(feed.source, data.CheckedStream):
+        with contextlib.suppress(UserCodeError):
+            feed.source.gather(np.arange(min(3, len(feed.source))))
 
 
 def end_notes(config: Config, evaluated: Mapping[str, Feed]) -> list[str]:

@@ -38,7 +38,7 @@ from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.eval_params import eval_params_of
 from spmdkit.program.evaluation import Evaluator, SetEvaluator, check_best
 from spmdkit.program.explain import explain
-from spmdkit.program.feeds import Feeds, check_rows, end_notes, limited, open_feeds, with_streams
+from spmdkit.program.feeds import Feeds, check_next_examples, check_rows, end_notes, limited, open_feeds, with_streams
 from spmdkit.program.init_from import InitFrom
 from spmdkit.program.init_state import abstract_init, check_jit, check_precision, input_notes, with_user_state
 from spmdkit.program.phases import Phase
@@ -240,6 +240,7 @@ class Program:
             chosen = choose_form(task_step, self._context(), self.num_replicas, self.probe_padding)
         except (ConfigError, UserCodeError) as error:
             if self.task.train_data is not None:
+                check_next_examples(self.feed)
                 raise
             raise type(error)(f"{error} {WITHOUT_DATA}") from error.__cause__
         self._task_step, self._step_context, self._traced, self._refused = chosen
