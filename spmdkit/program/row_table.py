@@ -81,17 +81,17 @@ def _row(usage: Usage, declared: Kinds, microbatches: int, padded: bool) -> Row:
         return Row(name, usage.rows, usage.keys, "", _ACROSS[usage.rows], over, padding, why)
     reduction = "unchanged" if usage.unchanged else declared.get(usage.name) or reduction_of(usage)
     over_replicas = reduction or "not defined: needs Task(state_reduction=...)"
-    why = "declared in Task.state_reduction" if usage.name in declared else why or _why(reduction)
+    why = "declared in Task.state_reduction" if usage.name in declared else why or _why(over_replicas)
     return Row(f"state {usage.name}", usage.rows, "", usage.old, over_replicas, over, padding, why)
 
 
-def _why(reduction: str | None) -> str:
+def _why(reduction: str) -> str:
     return {
         "unchanged": "the loss returns it as it was, and nothing is sent",
         "identical": "it depends on values that all replicas share",
         "mean": "it is linear in its old value and in a mean over rows",
         "sum": "a sum over rows is added to its old value",
-    }.get(reduction or "", "")
+    }.get(reduction, "")
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:

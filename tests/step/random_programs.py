@@ -56,6 +56,7 @@ LAYERS = {
 MIXING_LAYERS = {
     "batch norm": lambda h, p: batch_norm(h),
     "centered": lambda h, p: jnp.tanh(h - h.mean(0)),
+    "noise of a constant key": lambda h, p: h + jax.random.normal(jax.random.key(0), h.shape),
     "attention": lambda h, p: attention(h, h),
     "mixup": lambda h, p: h + jnp.roll(h, 1, axis=0),
     "cumulative": lambda h, p: jnp.cumsum(h, axis=0),

@@ -41,7 +41,8 @@ def build(loss, mesh=None, state=None, **changes):
 
 
 def warnings(program):
-    return [note for note in program.notes if "mixes rows" in note or "no rule" in note]
+    reports = ("mixes rows", "draws random numbers", "no rule")
+    return [note for note in program.notes if any(report in note for report in reports)]
 
 
 def value_of(loss, parts):
@@ -124,6 +125,18 @@ def callback(x):
     return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="expand_dims")
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Total:
+    total: jax.Array
+
+    def merge(self, other):
+        return Total(self.total + other.total)
+
+    def compute(self):
+        return self.total
+
+
 METRICS = {
     "largest": (lambda h, b: sk.max(h), "row by row"),
     "largest of sums": (lambda h, b: sk.max(h.sum(0)), "mixed across rows"),
@@ -138,6 +151,16 @@ METRICS = {
     "counts": (lambda h, b: sk.bincount(b["label"], CLASSES), "as a sum"),
     "two": (lambda h, b: sk.mean(h) + sk.mean(h / h.max()), "mixed across rows"),
     "callback": (lambda h, b: sk.mean(callback(h)), "unknown"),
+    "mean of ones": (lambda h, b: sk.mean(jnp.ones(3)), "not at all"),
+    "mean of the number": (lambda h, b: sk.mean(jnp.full(3, 1.0 * len(h))), "mixed across rows"),
+    "mean of shares": (
+        lambda h, b: sk.mean(jnp.full(3, 1 / len(h)), weights=jnp.full(3, 1.0 * len(h))),
+        "mixed across rows",
+    ),
+    "sum of scaled maxima": (lambda h, b: sk.sum(len(h) * h.max(0)), "mixed across rows"),
+    "of a user": (lambda h, b: Total(h.sum()), "as a sum"),
+    "of a user with mixed rows": (lambda h, b: Total((h / h.max()).sum()), "mixed across rows"),
+    "of a user by a callback": (lambda h, b: Total(callback(h).sum()), "unknown"),
 }
 
 
@@ -261,6 +284,12 @@ REFUSED = {
         jnp.ones(WIDTH),
         lambda s, p, b: 0.9 * s + 0.1 * jax.nn.one_hot(jnp.argmin((b["x"] - s) ** 2, -1), WIDTH).sum(0),
     ),
+    "counted nearest": (
+        jnp.ones(WIDTH),
+        lambda s, p, b: s + jax.nn.one_hot(jnp.argmin((b["x"] - s) ** 2, -1), WIDTH).sum(0),
+    ),
+    "squared distances": (jnp.zeros(WIDTH), lambda s, p, b: s + ((b["x"] - b["x"].mean(0)) ** 2).sum(0)),
+    "scaled largest": (jnp.zeros(WIDTH), lambda s, p, b: s + len(b["x"]) * b["x"].max(0)),
     "halved": (jnp.zeros(WIDTH), lambda s, p, b: jax.jit(lambda s: s / 2)(s).at[b["label"]].add(b["x"][:, 0])),
 }
 
@@ -392,6 +421,25 @@ KEYS = {
         AGAIN,
     ),
     "jit": (lambda b, k: jax.jit(noise)(k, b) + jax.jit(noise)(k, b), AGAIN),
+    "folded by arrays": (
+        lambda b, k: sum(noise(jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.full(2, i))[0], b) for i in (1, 2)),
+        ONCE,
+    ),
+    "changed words": (
+        lambda b, k: noise(jax.random.wrap_key_data(jax.random.key_data(k).at[0].add(jnp.uint32(1))), b),
+        ONCE,
+    ),
+    "constant key of columns in a loop": (
+        lambda b, k: (lambda end: end[1] * jax.random.normal(end[0], (CLASSES,)))(
+            jax.lax.fori_loop(
+                0,
+                3,
+                lambda i, c: (jax.random.split(c[0])[0], c[1] * jax.random.normal(c[0], (CLASSES,))),
+                (jax.random.key(0), b["y"]),
+            )
+        ),
+        "not used",
+    ),
     "constant key": (lambda b, k: noise(jax.random.key(0), b), SAME),
     "constant key beside another": (lambda b, k: noise(jax.random.PRNGKey(0), b) + noise(k, b), SAME),
     "constant key in a loop": (lambda b, k: looped_noise(lambda i: jax.random.key(i), b, jnp.arange(3)), SAME),
@@ -451,6 +499,9 @@ TRACED_ONCE = {
     "a random branch": lambda h: jnp.sin(h) if next(TRACE) % 2 else h,
     "a random branch of one length": lambda h: jnp.sin(h) if next(TRACE) % 2 else jnp.cos(h),
     "a random constant operand": lambda h: h * 2.0 if next(TRACE) % 2 else h * h,
+    "in a branch": lambda h: jax.lax.cond(
+        h.sum() > 0, lambda h: h * np.random.normal(size=(CLASSES,)).astype(np.float32), lambda h: h, h
+    ),
     "a random column": lambda h: h[:, next(TRACE) % 2 :][:, :1],
 }
 

@@ -5,7 +5,9 @@ A rule is a condition of an `if` (replaced by False), a term of an `and` or `or`
 
 import ast
 import contextlib
+import dataclasses
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ from spmdkit.step.model_state import agreement
 from tests.step import test_example_keys as keys_table
 from tests.step import test_row_analysis as table
 from tests.step.flow_programs import FEATURES, FLOWS, ROWS, text_of
-from tests.step.row_programs import DATA, MIXED, errors, init, logits
+from tests.step.row_programs import CLASSES, DATA, MIXED, errors, init, logits
 from tests.step.test_dataflow import (
     ALONG,
     OTHER_NAMES,
@@ -36,93 +38,28 @@ from tests.step.test_dataflow import (
 NOT_NEEDED = ["_constant: isinstance(value, jax.core.Tracer)"]
 """A value of an outer trace: only inside of a per-replica step."""
 
+SPEED, ROBUST = "saves time", "for an error that no program here causes"
+PIPELINE, OWN_STEP = "tests/ops/pipeline", "tests/step/test_own_step.py"
 UNTESTED = {
-    keys: [
-        "_draw: ()",
-        "_draw: key.call",
-        "_loop: x.path",
-        "_results: all((value.path is None for value in given))",
-        "_results: given[0].same",
-        "_results: len(inner[0].invars) == len(given)",
-        "_results: len(inner[0].outvars) == num",
-        "_results: of_layer",
-        "problem: first is not None",
-        "problem: second is not None",
-        "repeats: other.call is None",
-        "repeats: others <= mine",
-        "repeats: self.call is None",
-    ],
-    constants: [
-        "_equal: first is second",
-        (
-            "_equal: first is second or isinstance(first, jax.core.Tracer) or isinstance(second, jax.core.Tracer) "
-            "or is_key(first)"
-        ),
-        "_equal: is_key(first)",
-        "_equal: isinstance(first, _PLAIN)",
-        "_equal: isinstance(first, jax.core.Tracer)",
-        "_equal: isinstance(second, jax.core.Tracer)",
-    ],
-    cotangent: ["without_cotangent: None", "without_cotangent: list(bound.items())"],
-    analysis: [
-        "_metric_rows: any((f.mixed for f in parts))",
-        "_metric_rows: count.degree",
-        "_metric_rows: count.enters",
-        "_metric_rows: count.how in ('none', 'total')",
-        "_metric_rows: f.how == 'unknown'",
-        "_metric_rows: f.how in ('none', 'total')",
-        "_metric_rows: f.tag == 'zero'",
-        "_metric_rows: isinstance(metric, CustomMetric)",
-        "_metric_rows: not (total.enters or count.enters or total.degree or count.degree)",
-        "_metric_rows: total.degree",
-        "_of_state: old == 'affine'",
-        "_of_state: other is not None",
-        "_parts: is_metric(metric)",
-        "_rows: flow.degree",
-        "_rows: flow.degree in (0, 1)",
-        "_rows: flow.how == 'unknown'",
-        "_rows: flow.how == 'unknown' or flow.unknown is not None",
-        "_rows: flow.unknown is not None",
-        "_rows: not flow.mixed",
-        "_usages: 1",
-        "_usages: again is not None",
-        "_usages: bool(loss_usages)",
-        "_usages: check",
-        "_usages: shapes[0] is None",
-        "_with_lines: eqn is None and any((flow.how == 'unknown' for flow in flows))",
-        "analyze: found",
-        "analyze: multiple <= LARGEST",
-        "analyze: not any((usage.mixed for usage in usages))",
-        "analyze: usages is not None and (not any((usage.mixed for usage in usages)))",
-    ],
-    row_table: [
-        "_fixed_gradients: len(paths) > 3",
-        "_read_between: not u.unchanged",
-        "_read_between: u.counted",
-        "_read_between: u.per_replica",
-        "_read_between: u.per_replica or u.counted",
-        "_row: usage.unchanged",
-        "_row: usage.what == 'evaluation metric'",
-        "_why: ''",
-        "row_warnings: 1 in (microbatches, replicas)",
-        "row_warnings: function == what",
-        "row_warnings: mixing == 'allow'",
-        "row_warnings: mixing == 'allow' or 1 in (microbatches, replicas)",
-        "row_warnings: usage.rows == 'unknown'",
-        "row_warnings: usage.unknown is not None",
-        "row_warnings: usage.what == 'evaluation metric'",
-    ],
-    agreement: [
-        "reduction_of: flow.degree == 1",
-        "reduction_of: flow.how in ('none', 'total')",
-        "reduction_of: flow.how in ('none', 'unknown')",
-        "reduction_of: not flow.mixed",
-        "reduction_of: usage.inexact",
-        "reduction_of: usage.unchanged",
-    ],
+    keys: {
+        "_results: of_layer": PIPELINE,
+        "draw_of: 'the loss'": ROBUST,
+    },
+    constants: {"_equal: first is second": SPEED, "_first_use: len(inner.invars) == len(eqn.invars)": OWN_STEP},
+    cotangent: {},
+    analysis: {
+        "_usages: again is not None": ROBUST,
+        "_usages: bool(loss_usages)": SPEED,
+        "_usages: check": SPEED,
+        "analyze: found": SPEED,
+        "analyze: multiple <= LARGEST": SPEED,
+        "analyze: not any((usage.mixed for usage in usages))": SPEED,
+        "analyze: usages is not None and (not any((usage.mixed for usage in usages)))": SPEED,
+    },
+    row_table: {},
+    agreement: {},
 }
-"""Module -> conditions that none of the losses needs: they save time, serve the type checker, or concern programs of
-other tests (evaluations, metrics of users, pipelines, unknown operations)."""
+"""Module -> condition that no program here needs -> what it is for."""
 
 TRACES = {}
 """(loss, rows) -> its trace."""
@@ -179,6 +116,12 @@ replaced.defvjp(lambda x: (x, None), lambda _, g: (jnp.ones_like(g),))
 clipped.defvjp(lambda x: (x, None), lambda _, g: (g.clip(-1, 1),))
 
 
+def drawn_while_traced(h):
+    with jax.ensure_compile_time_eval():
+        key = jax.random.key(0)
+    return h * jax.random.normal(key, h.shape[1:])
+
+
 def analyzed_losses():
     """Yields the losses of the tests of the row analysis, with the other arguments of `arguments`."""
     squares = lambda p, b: sk.mean(errors(p, b))
@@ -195,7 +138,26 @@ def analyzed_losses():
     weights = lambda key: {"w": jnp.ones((4, 6)), "s": jnp.ones(6)}
     for loss in (keys_table.RIGHT | keys_table.WRONG).values():
         yield loss, {"batch": keys_table.ROWS, "params": weights}
-    for change in (*table.TRACED_ONCE.values(), clipped, replaced, lambda h: h.astype(jnp.float16), jax.nn.relu):
+    of_replica = lambda s: s + sk.replica_index().astype(s.dtype)
+    more = [
+        (jnp.zeros(3), lambda s, p, b: 0.9 * s + 0.1 * sk.replica_index()),
+        (jnp.int32(0), lambda s, p, b: of_replica(s)),
+        (jnp.float32(0), lambda s, p, b: 0.9 * s + 0.1 * table.callback(logits(p, b)).mean()),
+        (jnp.int32(0), lambda s, p, b: s + b["y"].reshape(4, CLASSES).shape[0]),
+        (jnp.int32(0), lambda s, p, b: s),
+        (jnp.zeros(CLASSES), lambda s, p, b: s + len(b["y"]) * b["y"].sum(0)),
+    ]
+    for start, update in more:
+        yield lambda p, s, b, k, update=update: (squares(p, b), {}, update(s, p, b)), {"state": start}
+    yield lambda p, b, k: sk.mean(jnp.stack([part.mean(0) for part in jnp.array_split(errors(p, b), 4)])), {}
+    for change in (
+        *table.TRACED_ONCE.values(),
+        drawn_while_traced,
+        clipped,
+        replaced,
+        lambda h: h.astype(jnp.float16),
+        jax.nn.relu,
+    ):
         yield lambda p, b, k, change=change: sk.mean(change(logits(p, b))), {}
 
 
@@ -212,7 +174,10 @@ def observations():
             runs.append(arguments(loss, **others))
             with contextlib.suppress(ConfigError):
                 usages.append(analysis.analyze(*runs[-1]))
-    uses = lambda args: (lambda found: (found.text, found.problem))(keys.key_uses(*args))
+    uses = lambda args: (lambda found: (found.text, found.problem, found.draw_of(args[1]), found.draw_of(())))(
+        keys.key_uses(*args)
+    )
+    of_state_run = next(run for run in runs if jax.tree.leaves(run[1].state))
     of_state = [usage for found in usages for usage in found if usage.what == "model state"]
     settings = [("warn", 1, 1), ("warn", 2, 2), ("allow", 2, 2), ("error", 1, 1)]
     warned = lambda found: [row_table.row_warnings(found, "loss_fn", *each, ()) for each in settings[:3]]
@@ -220,7 +185,11 @@ def observations():
         keys: [lambda args=args: uses(args) for args in calls["key_uses"]],
         constants: [lambda args=args: constants.check_constants(*args) for args in calls["check_constants"]],
         cotangent: [lambda args=args: cotangent.needs_scale(*args) for args in calls["needs_scale"]],
-        analysis: [lambda args=args: [facts(usage) for usage in analysis.analyze(*args)] for args in runs],
+        analysis: [
+            *(lambda args=args: [facts(usage) for usage in analysis.analyze(*args)] for args in runs),
+            *(lambda args=args: failed_analysis(args) for args in (runs[0], of_state_run)),
+            lambda: [facts(usage) for usage in analysis.analyze(of_evaluation, *runs[0][1:])],
+        ],
         row_table: [
             *(
                 lambda found=found, each=each: row_table.row_table(found, {"queue": "mean"}, *each)
@@ -230,9 +199,84 @@ def observations():
             *(lambda found=found: warned(found) for found in usages),
             *(lambda found=found: row_table.row_warnings(found, "loss_fn", *settings[3], ()) for found in usages),
             lambda: row_table.table_lines([]),
+            *(
+                lambda usage=usage, each=each: (
+                    [row_table.row_table([usage], declared, 1, False) for declared in ({}, {"a": "sum"})],
+                    row_table.row_warnings([usage], "loss_fn", *each, ()),
+                )
+                for usage in made_usages()
+                for each in (*settings[:3], ("warn", 1, 2))
+            ),
         ],
-        agreement: [lambda usage=usage: agreement.reduction_of(usage) for usage in of_state],
+        agreement: [*(lambda usage=usage: agreement.reduction_of(usage) for usage in of_state), *state_observations()],
     }
+
+
+def failed_analysis(args):
+    """Returns the usages of a loss for which the walk raises."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(analysis, "flows_of", lambda *args: 1 / 0)
+        return [facts(usage) for usage in analysis.analyze(*args)]
+
+
+def of_evaluation(state, shared, of_rows, key):
+    return None, {"error": sk.mean(errors(shared[0], of_rows[0]))}, None
+
+
+def made_usages():
+    """Returns usages that differ in what the table and the warnings read."""
+    loss, state = analysis.Usage("loss", "", "as a mean"), analysis.Usage("model state", "a", "as a mean", read=True)
+    fixed = tuple("abcd")
+    return [
+        *(dataclasses.replace(loss, fixed_gradients=fixed[:num]) for num in (3, 4)),
+        dataclasses.replace(loss, unknown=("call", "f.py:1")),
+        dataclasses.replace(loss, rows="unknown", unknown=("call", "f.py:1")),
+        dataclasses.replace(loss, rows="unknown"),
+        *(
+            dataclasses.replace(loss, what=what, name="m", rows=rows, whole=whole)
+            for what in ("metric", "evaluation metric")
+            for rows in ("as a mean", "mixed across rows")
+            for whole in (None, "f.py:1")
+        ),
+        *(
+            dataclasses.replace(state, per_replica=rows, counted=counted, unchanged=unchanged, inexact=True)
+            for rows, counted, unchanged in itertools.product([False, True], repeat=3)
+        ),
+    ]
+
+
+def state_observations():
+    """Yields functions that derive, check and reduce the model state of a leaf of each dtype."""
+    number = jnp.array([0.3, 1e4, 33.3, 2.7])
+    leaves = [number.astype(x) for x in ("float32", "bfloat16", "float16", "complex64", "int32", "int4", "bool")]
+    leaves.append(jax.random.split(jax.random.key(0), 4))
+    for x, kind in itertools.product(leaves, agreement.KINDS):
+        yield lambda x=x, kind=kind: agreement.declared_reductions({"a": kind}, {"a": x[0]})
+        for usage in made_usages():
+            usages = [dataclasses.replace(usage, factor=factor) for factor in (None, 0.5, 1)]
+            for each, declared in itertools.product(usages, ({}, {"a": kind})):
+                yield lambda x=x, each=each, declared=declared: agreement.state_reductions(
+                    declared, [("a", x[0])], [each]
+                )
+        if kind == "identical" or (x.dtype != bool and jnp.issubdtype(x.dtype, jnp.number) and x.dtype != "complex64"):
+            yield lambda x=x, kind=kind: reduced(x, kind)
+    yield lambda: agreement.declared_reductions({"b": "sum"}, {})
+    yield lambda: agreement.declared_reductions({"b": "sum"}, {"a": leaves[0]})
+    yield lambda: reduced(leaves[0], "unchanged")
+
+
+def reduced(x, kind):
+    """Returns what is sent of four replicas, and their state: of all, by groups, and of all groups."""
+    kinds, old = {"a": kind}, {"a": x[1]}
+    added, largest = agreement.values_to_reduce(kinds, old, {"a": x}, jnp.arange(4) == 0)
+    sums, largest = {k: v.sum(0) for k, v in added.items()}, {k: v.max(0) for k, v in largest.items()}
+    groups = [agreement.reduce_by_group(kinds, {"a": x[::-1][:n]}, {"a": x}, n)["a"] for n in (1, 2, 4)]
+    whole = [agreement.merge_groups(declared, {"a": x})["a"] for declared in (kinds, {})] if kind != "unchanged" else []
+    found = [agreement.reduced_state(kinds, old, {"a": x[0]}, sums, largest, 4)["a"], *groups, *whole]
+    sent = [x.dtype for x in (*added.values(), *largest.values())]
+    return sent, [
+        (x.dtype, jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in found
+    ]
 
 
 def facts(usage):
@@ -334,7 +378,7 @@ def test_every_condition_about_a_loss_is_needed(module, observations, monkeypatc
         expected = [(observe, result(observe)) for observe in observations[module]]
         unneeded = set()
         for tree, function in functions(module):
-            if tree.name == "_traced" or (module is agreement and tree.name != "reduction_of"):
+            if tree.name == "_traced":
                 continue
             code = function.__code__
             for text, node, field, value in conditions(tree):

@@ -25,7 +25,7 @@ from spmdkit.step.dataflow.flow import NONE, Flow
 from spmdkit.step.dataflow.keys import key_uses
 from spmdkit.step.dataflow.walk import flows_of
 from spmdkit.step.metrics.aggregates import Max
-from spmdkit.step.metrics.base import Metric, is_metric
+from spmdkit.step.metrics.base import Metric
 from spmdkit.step.metrics.mean import Mean, Means
 from spmdkit.step.metrics.user_metric import CustomMetric
 from spmdkit.step.model_state.dependence import dependence
@@ -163,7 +163,7 @@ def _usages(
         check_constants(traced, again)
     rows, replica = inputs.of_rows(num)
     lead = [Flow(tag="old")] * len(jax.tree.leaves(inputs.state)) + [NONE] * len(jax.tree.leaves(inputs.shared))
-    of_rows = [Flow("row", 0, num, int(np.prod(x.shape[1:])) or 1) for x in jax.tree.leaves(rows)]
+    of_rows = [Flow("row", 0, num, int(np.prod(x.shape[1:]))) for x in jax.tree.leaves(rows)]
     given = [*lead, *of_rows, *[NONE] * len(jax.tree.leaves(replica))]
     try:
         found = flows_of(traced, given, num, math.prod(bound.values()), unique, axes, needed)
@@ -203,7 +203,7 @@ def _without_cotangent(traced: Any, inputs: Inputs, loss: int, bound: Mapping[st
 def _traced(loss: Any, inputs: Inputs, bound: Mapping[str, int], num: int) -> tuple[Any, Any]:
     """Returns (jaxpr, shapes of the results) of the loss of `num` rows, or nothing if it cannot be traced."""
     uncached = lambda *args: loss(*args)  # JAX caches the trace of a function
-    make = jax.make_jaxpr(uncached, axis_env=list(bound.items()) or None, return_shape=True)
+    make = jax.make_jaxpr(uncached, axis_env=list(bound.items()), return_shape=True)
     try:
         return make(inputs.state, inputs.shared, *inputs.of_rows(num))
     except Exception:  # noqa: BLE001 - a loss for one number of rows; the trace of the step reports other errors
@@ -234,7 +234,7 @@ def _of_state(
         counted = flow.degree != 0
         if not of_leaf.all & replica_bit and flow.whole is None and other is not None:
             counted = compat.jaxpr_of_result(traced, start + i) != compat.jaxpr_of_result(other, start + i)
-        rows: Rows = _rows(flow) if not counted else _rows(replace(flow, how="none", degree=1))
+        rows: Rows = "by their number" if counted and not flow.enters else _rows(flow)
         old: Any = "not at all" if not of_leaf.all & 1 << i else "other" if of_leaf.other & 1 << i else "affine"
         factor = of_leaf.factor(1 << i)
         old = "retained" if old == "affine" and factor == 1 else old
@@ -249,7 +249,7 @@ def _of_state(
 
 def _rows(flow: Flow) -> Rows:
     if flow.how == "none":
-        return "not at all" if flow.degree == 0 else "by their number"
+        return "not at all"
     if flow.how == "unknown" or flow.unknown is not None:
         return "unknown"
     if flow.how == "total" and not flow.mixed and flow.degree in (0, 1):
@@ -270,7 +270,7 @@ def _parts(metric: Any, flows: Any) -> list[tuple[Any, Any]]:
     """Returns the (metric, flows) that a metric consists of."""
     if isinstance(metric, Means):
         return list(zip(metric.parts, flows.parts, strict=True))
-    if is_metric(metric) and metric.crosses == "by part":
+    if metric.crosses == "by part":
         pairs = zip(metric.parts, flows.parts, strict=True)
         return list(itertools.chain.from_iterable(_parts(*pair) for pair in pairs))
     return [(metric, flows)]
@@ -291,14 +291,14 @@ def _metric_rows(metric: Any, flows: Any) -> Rows:
         return "not at all" if not largest.enters else "row by row" if largest.how == "max" else "mixed across rows"
     if isinstance(metric, Mean):
         total, count = flows.sum, flows.count if isinstance(flows.count, Flow) else NONE
-        if total.tag == "zero" or not (total.enters or count.enters or total.degree or count.degree):
+        if total.tag == "zero" or not (total.enters or total.degree or count.degree):
             return "not at all"
-        if total.how in ("none", "total") and count.how in ("none", "total") and total.degree == count.degree:
+        if total.how in ("none", "total") and total.degree == count.degree:
             return "as a mean"
         return "mixed across rows"
     if all(f.tag == "zero" for f in parts):
         return "not at all"
-    sums = all(f.tag == "zero" or (f.how in ("none", "total") and f.degree == 1) for f in parts)
+    sums = all(f.how in ("none", "total") and f.degree == 1 for f in parts)
     return "as a sum" if sums else "mixed across rows"
 
 

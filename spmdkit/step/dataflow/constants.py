@@ -18,7 +18,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation import jaxprs
 from spmdkit.foundation.trees import is_key
 
-_NUMBERS, _SEQUENCES, _PLAIN = (int, float), (tuple, list), (int, str)
+_NUMBERS, _SEQUENCES = (int, float), (tuple, list)
 
 
 def check_constants(
@@ -72,8 +72,6 @@ def _first_use(eqn: Any, var: Any) -> Any:
 
 
 def _equal(first: Any, second: Any) -> bool:
-    if isinstance(first, _PLAIN):
-        return bool(first == second)
-    if first is second or isinstance(first, jax.core.Tracer) or isinstance(second, jax.core.Tracer) or is_key(first):
+    if first is second or is_key(first):
         return True
     return bool(np.array_equal(np.asarray(first), np.asarray(second), equal_nan=np.asarray(first).dtype.kind == "f"))

@@ -57,7 +57,7 @@ def without_cotangent(closed: ClosedJaxpr, loss: int, params: Sequence[int], bou
         return gradients
 
     args = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-    traced = jax.make_jaxpr(pulled, axis_env=list(bound.items()) or None)(args, jax.ShapeDtypeStruct((), jnp.float32))
+    traced = jax.make_jaxpr(pulled, axis_env=list(bound.items()))(args, jax.ShapeDtypeStruct((), jnp.float32))
     found = dependence(traced, [*[1] * len(args), 2])
     return [i for i, depends in zip(moving, found, strict=True) if depends.all == 1]
 
