@@ -7,8 +7,9 @@ with a custom text. wording.py adds the position, the value and the repair.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -129,6 +130,27 @@ def _ascending(value: list[int]) -> list[int]:
     return value
 
 
+def _increasing(value: list[int]) -> list[int]:
+    if any(a >= b for a, b in itertools.pairwise(value)):
+        raise InvalidValue("a list of lengths in ascending order", "[128, 256, 512]")
+    return value
+
+
+def _numbers(value: Any) -> Any:
+    """Returns a mapping with numbers as keys, which are text in JSON and TOML, in ascending order."""
+    if not isinstance(value, dict):
+        return value
+    number: Callable[[Any], Any] = lambda key: int(key) if isinstance(key, str) and key.isdecimal() else key
+    numbered = {number(key): size for key, size in value.items()}
+    return dict(sorted(numbered.items())) if all(isinstance(key, int) for key in numbered) else numbered
+
+
+def _from_zero(value: dict[int, int]) -> dict[int, int]:
+    if 0 not in value:
+        raise InvalidValue("a mapping that starts at 0, the size of step 1", "{0: 256, 2000: 1024}")
+    return value
+
+
 def _fake_cpus(value: str) -> str:
     if (count := fake_devices(value)) is None:
         raise InvalidValue(f"cpu:N with N from 1 to {MAX_FAKE_DEVICES}", "cpu:8")
@@ -150,6 +172,13 @@ def _environments() -> list[str]:
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 CountOrAuto = Annotated[
     Count | Literal["auto"], expects(f"a whole number from 1 to {INT32_MAX}, or auto", "1", ("auto",))
+]
+BatchSize = Annotated[
+    Count
+    | Annotated[
+        dict[Annotated[int, Field(ge=0, le=INT32_MAX)], Count], BeforeValidator(_numbers), AfterValidator(_from_zero)
+    ],
+    expects("a valid integer, or a schedule such as {0: 256, 2000: 1024}", "32"),
 ]
 Index = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
@@ -243,6 +272,9 @@ Inputs = Annotated[
         "[image]",
         ("compute", "given"),
     ),
+]
+Boundaries = Annotated[
+    list[Count], Field(min_length=2, max_length=64), AfterValidator(_increasing), Field(examples=[[128, 256, 512]])
 ]
 Batches = Annotated[
     Count | Annotated[list[Count], Field(strict=False, min_length=2, max_length=2), AfterValidator(_ascending)],

@@ -30,6 +30,7 @@ def check(config: Settings, folder: Path) -> list[Problem]:
         _init_from,
         _length,
         _batch,
+        _buckets,
         _mesh,
         _layout,
         _choices,
@@ -94,16 +95,31 @@ def _hidden(value: Any, path: KeyPath) -> Iterator[Problem]:
         yield Problem(path, f"is '***', {why}. Set it.")
 
 
+def _buckets(config: Settings) -> Iterator[Problem]:
+    keys = ("bucket_boundaries", "bucket_by")
+    missing = [key for key in keys if getattr(config.data, key) is None]
+    if len(missing) == 1:
+        yield Problem(("data", missing[0]), f"is null, and {' and '.join(keys)} go together. Set both, or none.")
+    elif not missing and config.data.max_bad_examples:
+        text = "has no effect with bucket_boundaries: the next readable example has another length. Remove it."
+        yield Problem(("data", "max_bad_examples"), text)
+    elif not missing and parameter_server.is_chosen(config):
+        text = "needs the step of all devices, and sync is parameter_server. Remove it and bucket_by."
+        yield Problem(("data", "bucket_boundaries"), text)
+
+
 def _batch(config: Settings) -> Iterator[Problem]:
     parts = config.microbatches if isinstance(config.microbatches, int) else 1
-    if rest := config.batch_size % parts:
-        divisors = [d for d in range(1, min(config.batch_size, 100_000) + 1) if config.batch_size % d == 0]
+    if len(config.batch_sizes) > 1 and parameter_server.is_chosen(config):
+        yield Problem(("batch_size",), "is a schedule, and with sync: parameter_server it is one number. Write one.")
+    if size := next((size for _, size in config.batch_sizes if size % parts), None):
+        divisors = [d for d in range(1, min(size, 100_000) + 1) if size % d == 0]
         near = [str(d) for d in (max(d for d in divisors if d < parts), min([d for d in divisors if d > parts] or [0]))]
         yield Problem(
             ("microbatches",),
-            f"splits batch_size {config.batch_size} into {parts} parts, found a remainder of {rest}. microbatches must "
+            f"splits batch_size {size} into {parts} parts, found a remainder of {size % parts}. microbatches must "
             f"divide batch_size. Try microbatches: {' or '.join(d for d in near if d != '0')}, or batch_size: "
-            f"{_multiples(config.batch_size, parts)}.",
+            f"{_multiples(size, parts)}.",
         )
     elif all(config.mesh.sizes().get(axis, 1) > 0 for axis in LOGICAL_AXES["batch"]):
         yield from _batch_on_mesh(config, config.mesh.sizes())
@@ -121,16 +137,15 @@ def _batch_on_mesh(config: Settings, sizes: Mapping[str, int]) -> Iterator[Probl
     microbatches = config.microbatches if isinstance(config.microbatches, int) else 1
     staged = (config.pipeline.microbatches or 1) if sizes.get("pipeline", 1) > 1 else 1
     unit = shards * microbatches * staged
-    if config.batch_size % unit:
+    if size := next((size for _, size in config.batch_sizes if size % unit), None):
         cut = " x ".join(f"{shown(axis)}({size})" for axis, size in axes.items())
         also = f" and microbatches into {microbatches}" if microbatches > 1 else ""
         also += f" and pipeline.microbatches into {staged}" if staged > 1 else ""
         cut = f"{cut} = {shards}" if cut else "1"
         yield Problem(
             ("batch_size",),
-            f"is {config.batch_size}; the mesh splits a batch into {cut}{also}, found a remainder of "
-            f"{config.batch_size % unit}. batch_size must be a multiple of {unit}. Try batch_size: "
-            f"{_multiples(config.batch_size, unit)}.",
+            f"is {size}; the mesh splits a batch into {cut}{also}, found a remainder of {size % unit}. batch_size must "
+            f"be a multiple of {unit}. Try batch_size: {_multiples(size, unit)}.",
         )
 
 

@@ -142,6 +142,11 @@ class Data(Section):
     one unless the batch may contain padding."""
     skip_batches: list[fields.Batches] = Field(default_factory=list)
     """Batches to skip, by number or as [first, last]; numbered from 1 over all epochs, as if none were skipped."""
+    bucket_boundaries: fields.Boundaries | None = None
+    """Lengths to which the leaves of a batch are shortened: a batch has examples of one bucket, those up to a boundary.
+    The last boundary is the length that examples are stored with. null: no buckets."""
+    bucket_by: fields.Name | None = None
+    """The leaf of train_data with the length of each example, for bucket_boundaries."""
 
     shards: fields.Count | None = None
     """Number of parts in which a stream is read; divides batch_size and is a multiple of the number of processes. null:

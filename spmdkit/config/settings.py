@@ -35,8 +35,9 @@ class Settings(Section):
     """Steps to train; step 1 is the first. null: those of epochs."""
     epochs: fields.Count | None = None
     """Passes over train_data to train, instead of steps; needs data with a length. null: steps."""
-    batch_size: fields.Count = 32
-    """Global examples per step, over all replicas and microbatches."""
+    batch_size: fields.BatchSize = 32
+    """Global examples per step, over all replicas and microbatches; or a schedule {0: 256, 2000: 1024}: 1024 after 2000
+    steps."""
     microbatches: fields.CountOrAuto = 1
     """Number of sequential parts of a batch, with one update. Divides batch_size. auto: the smallest number that fits
     the device's memory."""
@@ -142,6 +143,16 @@ class Settings(Section):
         BeforeValidator(fields.policy_to_mapping, json_schema_input_type=fields.Policy | sections.OnNonfinite),
     ] = sections.OnNonfinite()
     """The action if loss, gradient, metrics or an evaluation are not finite: one policy, or one policy for each."""
+
+    @property
+    def batch_sizes(self) -> tuple[tuple[int, int], ...]:
+        """The schedule of the batch size: (completed steps, size), ascending from 0."""
+        return ((0, self.batch_size),) if isinstance(self.batch_size, int) else tuple(self.batch_size.items())
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest batch size."""
+        return max(size for _, size in self.batch_sizes)
 
     def policies(self) -> Mapping[str, str]:
         """Returns the action for a step with a non-finite loss, gradient or metric, or with a loss spike."""

@@ -5,6 +5,8 @@ Input: data of a task (arrays, examples, grain datasets) and the config's `data`
     open_source(data)          any data as a source that gathers rows by index          source.py, examples.py
     Schedule, eval_schedule    step -> the indices of its batch; pure arithmetic        schedule.py, permutation.py
     ReadPolicy, SkippedRows    how a user's examples are read, and which are skipped    row_errors.py
+    buckets_of                 buckets of lengths                                       buckets.py
+    continued, BatchSizes      a batch size that changes at some steps                  batch_sizes.py
     per_process, ProcessRows   different data on each process                           per_process.py, schedule.py
     evaluation_sets            several evaluation sets                                  evaluation_sets.py
     HostBatch                  the rows of one step on this process                     source.py
@@ -30,11 +32,14 @@ methods, `most_shards` and `open`; the `Shard` that `open` returns has `__next__
 `IteratorShard` (streams/function.py) is such a shard of any iterator.
 """
 
+from spmdkit.data.batch_sizes import BatchSizes as BatchSizes, continued as continued
+from spmdkit.data.buckets import buckets_of as buckets_of, shortened_leaves as shortened_leaves
 from spmdkit.data.evaluation_sets import EvaluationSets as EvaluationSets, evaluation_sets as evaluation_sets
 from spmdkit.data.per_process import PerProcess as PerProcess, per_process as per_process, shares as shares
 from spmdkit.data.row_errors import ReadPolicy as ReadPolicy, SkippedRows as SkippedRows
 from spmdkit.data.schedule import (
     BatchSchedule as BatchSchedule,
+    Bucket as Bucket,
     ProcessRows as ProcessRows,
     Schedule as Schedule,
     StreamSchedule as StreamSchedule,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +21,13 @@ from spmdkit.step.row_order import RowOrder
 from spmdkit.step.step import Batch
 
 
+class _Rows(NamedTuple):
+    """This process's rows of a batch: those of the global array that its devices store, and their positions."""
+
+    local: np.ndarray
+    positions: np.ndarray
+
+
 class Feed:
     """The batches of one data set on one mesh.
 
@@ -27,7 +35,7 @@ class Feed:
         `spmdkit.step.row_order`.
 
     Attributes:
-        source: the data; grid: (shards, microbatches, rows).
+        source: the data; microbatches: parts of a batch.
         num_batches: the number of batches of an evaluation.
         skipped_rows: the skipped rows and retries of this process.
     """
@@ -50,26 +58,42 @@ class Feed:
     ):
         self.source, self.schedule, self.skipped_rows = source, schedule, skipped_rows
         self._prefetch, self._threads, self._padded = prefetch, threads, padded
-        self._shards = count(sizes, BATCH_AXES)
+        self._shards, self.microbatches = count(sizes, BATCH_AXES), microbatches
         self._sharding = NamedSharding(mesh, canonical([BATCH_AXES], sizes))
-        size = schedule.batch_size
-        order = RowOrder(self._shards, microbatches, size // (self._shards * microbatches))
-        self.grid = (order.shards, order.microbatches, order.rows)
         self._one_process = jax.process_count() == 1
-        self._local_rows = _rows(self._sharding.addressable_devices_indices_map((size,)).values(), size)
-        self._positions = order.positions()[self._local_rows]
+        self._rows = {size: self._rows_of(size) for _, size in schedule.sizes or ((0, schedule.batch_size),)}
         self._most_batches = most_batches
         self._reader: data.StreamReader | None = None
         if isinstance(source, data.CheckedStream):
-            parts = rows_of_processes(mesh, sizes, size, microbatches)
-            of_all = [places(positions, size, microbatches) for positions in (*parts, self._positions)]
-            repeat = schedule.always_full
-            self._reader = data.StreamReader(source, size, shards, of_all[:-1], of_all[-1], repeat, prefetch, workers)
+            of: Callable[[np.ndarray, int], np.ndarray] = lambda positions, size: places(positions, size, microbatches)
+            parts = {
+                size: [of(positions, size) for positions in rows_of_processes(mesh, sizes, size, microbatches)]
+                for size in self._rows
+            }
+            mine = {size: of(rows.positions, size) for size, rows in self._rows.items()}
+            self._reader = data.StreamReader(source, shards, parts, mine, schedule.always_full, prefetch, workers)
 
-    def abstract(self) -> Batch:
-        """Returns the batch as `jax.ShapeDtypeStruct` leaves with their shardings."""
-        size = self.schedule.batch_size
-        leaf: Any = lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype, sharding=self._sharding)
+    def _rows_of(self, size: int) -> _Rows:
+        local = _rows(self._sharding.addressable_devices_indices_map((size,)).values(), size)
+        return _Rows(local, RowOrder(*self.grid(size)).positions()[local])
+
+    def grid(self, size: int) -> tuple[int, int, int]:
+        """Returns (shards, microbatches, rows) of a batch."""
+        return self._shards, self.microbatches, size // (self._shards * self.microbatches)
+
+    def other_shapes(self) -> dict[str, Batch]:
+        """Returns the batches of other shapes than `abstract`, by name: other batch sizes or buckets of lengths."""
+        found = {f"{size} examples": self.abstract(size) for size in self._rows if size != self.schedule.batch_size}
+        buckets = self.schedule.buckets if isinstance(self.schedule, data.Schedule) else ()
+        return found | {f"length {x.length}": self.abstract(None, x.length) for x in buckets[:-1] if len(x.examples)}
+
+    def abstract(self, size: int | None = None, length: int | None = None) -> Batch:
+        """Returns a batch, by default the largest, as `jax.ShapeDtypeStruct` leaves with their shardings. `length`: of
+        a bucket."""
+        size = size or self.schedule.batch_size
+        longest = self.schedule.buckets[-1].length if length and isinstance(self.schedule, data.Schedule) else None
+        shape: Any = lambda x: (length, *x.shape[1:]) if length and x.shape[:1] == (longest,) else x.shape
+        leaf: Any = lambda x: jax.ShapeDtypeStruct((size, *shape(x)), x.dtype, sharding=self._sharding)
         mask = leaf(jax.ShapeDtypeStruct((), np.bool_)) if self._padded else None
         return Batch(jax.tree.map(leaf, self.source.element()), mask)
 
@@ -77,13 +101,27 @@ class Feed:
         """Returns an iterator of `(step, batch, wait_s)` for steps `start` to `stop` (inclusive), prefetched to the
         devices."""
         if self._reader is not None:
-            local = self._reader.batches(start, stop, self.schedule.number)
-            return data.device_batches(local, self._place, self._prefetch)
-        (source, schedule), positions = self._indexed(), self._positions
-        if schedule.shares:  # the source has only the rows of this process, in order
-            schedule, positions = schedule.local(jax.process_index()), None
-        local = data.host_batches(source, schedule, positions, start, stop + 1, self._prefetch, self._threads)
+            assert isinstance(self.schedule, data.StreamSchedule)
+            local = self._reader.batches(start, stop, self.schedule)
+        else:
+            local = self._host_batches(start, stop)
         return data.device_batches(local, self._place, self._prefetch)
+
+    def _host_batches(self, start: int, stop: int) -> Iterator[tuple[int, data.HostBatch]]:
+        """Yields (step, HostBatch) of indexed data, from each step at which the batch size changes on."""
+        source, schedule = self._indexed()
+        shares, number, size_of = schedule.shares, schedule.number, schedule.size
+        while start <= stop:
+            size = size_of(number(start))
+            end = min((first for first, _ in schedule.sizes if first >= number(start)), default=sys.maxsize)
+            later = bisect.bisect_right(range(start, stop + 1), end, key=number)  # steps with batches up to `end`
+            # With shares the source has only the rows of this process, in order.
+            read = schedule.local(jax.process_index()) if shares else schedule
+            positions = None if shares else self._rows[size].positions
+            local = data.host_batches(source, read, positions, start, start + later, self._prefetch, self._threads)
+            for step, batch in local:
+                yield step, batch._replace(size=size)
+            start += later
 
     @property
     def num_batches(self) -> int:
@@ -142,39 +180,37 @@ class Feed:
             ConfigError: the number of examples differs from the batch size.
         """
         for leaf in jax.tree.leaves(examples):
-            if np.shape(leaf)[:1] != (self.schedule.batch_size,):
+            if (size := next(iter(np.shape(leaf)), 0)) not in self._rows:
                 raise ConfigError(
-                    f"put: an array has shape {np.shape(leaf)}, batch_size is {self.schedule.batch_size}. A step "
-                    "takes whole batches."
+                    f"put: an array has shape {np.shape(leaf)}, batch_size is {' or '.join(map(str, self._rows))}. A "
+                    "step takes whole batches."
                 )
         if mask is None and self._padded:
-            mask = np.ones(self.schedule.batch_size, bool)
-        pick: Callable[[Any], np.ndarray] = lambda x: np.asarray(x)[self._positions]
-        return self._place(data.HostBatch(jax.tree.map(pick, examples), None if mask is None else pick(mask)))
+            mask = np.ones(size, bool)
+        pick: Callable[[Any], np.ndarray] = lambda x: np.asarray(x)[self._rows[size].positions]
+        return self._place(data.HostBatch(jax.tree.map(pick, examples), None if mask is None else pick(mask), size))
 
     @ignores_user_settings
     def _place(self, local: Any) -> Batch:
         """Returns the global batch from this process's rows `local`."""
-        mask = local.mask
+        mask, size = local.mask, local.size or self.schedule.batch_size
+        rows = self._rows[size].local
         if self._padded and mask is None:
-            mask = np.ones(len(self._local_rows), bool)
-        size = self.schedule.batch_size
+            mask = np.ones(len(rows), bool)
 
         # Half the time of `jax.device_put` of the tree: 13 instead of 27 us a leaf on two CPU devices (jax 0.10.2,
         # 2026-11-20). As with device_put, an array on a CPU device may share the memory of the one in `local`.
         def place(x: np.ndarray) -> jax.Array:
             return jax.make_array_from_callback(
-                (size, *x.shape[1:]), self._sharding, lambda index: x[self._local(index)]
+                (size, *x.shape[1:]), self._sharding, lambda index: x[self._local(index, rows, size)]
             )
 
         batch: Batch = jax.tree.map(place, Batch(local.examples, mask))
         return batch
 
-    def _local(self, index: Any) -> Any:
+    def _local(self, index: Any, rows: np.ndarray, size: int) -> Any:
         """Returns the slice of this process's rows that a device stores."""
-        if self._one_process:
-            return index[0]
-        return np.searchsorted(self._local_rows, np.arange(self.schedule.batch_size)[index[0]])
+        return index[0] if self._one_process else np.searchsorted(rows, np.arange(size)[index[0]])
 
 
 def _rows(indices: Iterable[Any], size: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from spmdkit.data.example_form import ExampleForm
+from spmdkit.data.schedule import StreamSchedule
 from spmdkit.data.stream_position import pack, unpack
 from spmdkit.data.streams.base import Shard, Stream
 from spmdkit.errors import CheckpointError, ConfigError, SpmdkitError, UserCodeError
@@ -237,31 +238,37 @@ class OpenShards:
     """Shards that are read in this process.
 
     Args:
-        shards: their numbers; at: their positions by number.
-        each: the number of rows of a shard in a batch.
+        shards: their numbers; at: the position of the stream.
+        schedule: its batches.
         options: `repeat` and `check` of each `OpenShard`.
-
-    Attributes:
-        num_rows: the number of rows of a batch.
     """
 
     def __init__(
-        self, data: CheckedStream, shards: Sequence[int], num: int, at: Mapping[str, Any], each: int, **options: bool
+        self,
+        data: CheckedStream,
+        shards: Sequence[int],
+        at: Mapping[str, Any],
+        schedule: StreamSchedule,
+        **options: bool,
     ):
-        self._shards, self._each, self._opened = shards, each, list[OpenShard]()
-        self.num_rows = len(shards) * each
+        self.shards, self._schedule, self._opened = shards, schedule, list[OpenShard]()
+        self._num, self._number = at["num_shards"], at["batch"]
         try:
             for shard in shards:
                 pause = len(shards) / MARK_SHARE
-                self._opened.append(OpenShard(data, shard, num, at.get(str(shard)), pause=pause, **options))
+                position = at["shards"].get(str(shard))
+                self._opened.append(OpenShard(data, shard, self._num, position, pause=pause, **options))
         except BaseException:
             self.close()
             raise
 
     def read(self, out: list[np.ndarray]) -> tuple[list[int], dict[str, Any]]:
-        """Writes the rows of a batch to `out`. Returns the number of rows of each shard, and the positions after."""
-        counts = [shard.read(out, i * self._each, self._each) for i, shard in enumerate(self._opened)]
-        return counts, {str(n): shard.position() for n, shard in zip(self._shards, self._opened, strict=True)}
+        """Writes the rows of the next batch to `out`. Returns the number of rows of each shard, and the positions
+        after."""
+        self._number += 1
+        each = self._schedule.size(self._number) // self._num
+        counts = [shard.read(out, i * each, each) for i, shard in enumerate(self._opened)]
+        return counts, {str(n): shard.position() for n, shard in zip(self.shards, self._opened, strict=True)}
 
     def close(self) -> None:
         """Closes shards in parallel, since some libraries sleep for seconds; none when the interpreter exits, where a

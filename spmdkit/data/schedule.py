@@ -10,12 +10,14 @@ import bisect
 import dataclasses
 import functools
 import hashlib
+import itertools
 import sys
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
+from spmdkit.data.batch_sizes import BatchSizes, size_of
 from spmdkit.data.permutation import permute
 from spmdkit.errors import ConfigError
 
@@ -28,6 +30,16 @@ class BatchSchedule(Protocol):
 
     @property
     def batch_size(self) -> int: ...
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """The batch sizes, if there are several; `batch_size` is then the largest."""
+
+    def with_sizes(self, sizes: BatchSizes) -> Self:
+        """Returns the schedule with other batch sizes."""
+
+    def size(self, number: int) -> int:
+        """Returns the size of a batch, with missing rows."""
 
     @property
     def what(self) -> str:
@@ -80,6 +92,14 @@ class ProcessRows(NamedTuple):
     rows: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bucket:
+    """The examples with a length of at most `length`, and more than that of the bucket before."""
+
+    length: int
+    examples: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """Maps a step to its batch. Endless, or one pass over the data with `finite`.
@@ -87,6 +107,8 @@ class Schedule:
     With `drop_remainder` an epoch has `num_examples // batch_size` full batches and drops the remaining examples.
     Without it, every example is in every epoch and the last batch may be short.
 
+    `sizes`: batch sizes, if there are several; `batch_size` is the largest. A batch has the next examples.
+    `buckets`: each batch has examples of one bucket; the order of the batches of all buckets is drawn.
     `skipped`: skipped batches (first, last), sorted and disjoint, numbered as if none were skipped; see `merge_ranges`.
     `shares`: the processes' shares, with per-process data. A batch takes the next rows of each process's order, and an
         epoch ends with the longest. Rows of exhausted processes are missing. `local` is the schedule of one process.
@@ -106,8 +128,18 @@ class Schedule:
     skipped: tuple[tuple[int, int], ...] = ()
     shares: tuple[ProcessRows, ...] = ()
     epoch_steps: int | None = None
+    sizes: BatchSizes = ()
+    buckets: tuple[Bucket, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.buckets and (self.sizes or self.shares):
+            raise ConfigError(
+                "data.bucket_boundaries needs one batch_size, and train_data that all processes share, found "
+                f"{'several sizes' if self.sizes else 'sk.per_process'}. Remove bucket_boundaries and bucket_by."
+            )
+        for i, bucket in enumerate(self.buckets):
+            if len(bucket.examples):
+                self._of_bucket(i)  # validates it
         if self.num_examples < 1:
             raise ConfigError(f"{self.what} has {self.num_examples} examples. It needs at least 1.")
         if self.batch_size < 1:
@@ -140,14 +172,42 @@ class Schedule:
     @property
     def steps_per_epoch(self) -> int:
         """Number of batches in one pass."""
+        if self.buckets:
+            return sum(self._num_batches(len(bucket.examples), self.batch_size) for bucket in self.buckets)
         if self.shares:
             return max(self._alone(process).steps_per_epoch for process in range(len(self.shares)))
         return self._own_steps if self.epoch_steps is None else self.epoch_steps
 
     @property
     def _own_steps(self) -> int:
-        full, remainder = divmod(self.num_examples, self.batch_size)
+        return self._num_batches(self.num_examples, self.batch_size)
+
+    def _num_batches(self, num_examples: int, size: int) -> int:
+        full, remainder = divmod(num_examples, size)
         return full + (remainder > 0 and not self.drop_remainder)
+
+    def size(self, number: int) -> int:
+        """Returns the size of a batch, with missing rows."""
+        return size_of(self.sizes, number) if self.sizes else self.batch_size
+
+    def with_sizes(self, sizes: BatchSizes) -> Schedule:
+        """Returns the schedule with other batch sizes."""
+        return dataclasses.replace(self, sizes=sizes)
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Returns (epoch, its examples before the batch) of a batch."""
+        if not self.sizes:
+            epoch, row = divmod(number - 1, self.steps_per_epoch)
+            return epoch, row * self.batch_size
+        epoch, first = 0, 0
+        for (start, size), (stop, _) in itertools.pairwise([*self.sizes, (sys.maxsize, 0)]):
+            if (count := min(number - 1, stop) - start) <= 0:
+                break
+            if count > (left := self._num_batches(self.num_examples - first, size)):
+                full, rest = divmod(count - left - 1, self._num_batches(self.num_examples, size))
+                epoch, first, count = epoch + 1 + full, 0, rest + 1
+            first = min(first + count * size, self.num_examples)
+        return (epoch, first) if self._num_batches(self.num_examples - first, self.size(number)) else (epoch + 1, 0)
 
     @property
     def num_batches(self) -> int:
@@ -158,20 +218,26 @@ class Schedule:
     @property
     def always_full(self) -> bool:
         """Whether no batch has a missing row, so that no mask is needed."""
+        if self.buckets:
+            return self.drop_remainder or not any(len(x.examples) % self.batch_size for x in self.buckets)
         if self.shares:
             return all(self.local(process).always_full for process in range(len(self.shares)))
         if self.steps_per_epoch > self._own_steps:
             return False
-        return self.drop_remainder or self.num_examples % self.batch_size == 0
+        return self.drop_remainder or (len(self.sizes) < 2 and self.num_examples % self.batch_size == 0)
 
     def epoch(self, step: int) -> int:
         """Returns the epoch (from 0) of the batch of `step`."""
         self._check(step)
-        return (self.number(step) - 1) // self.steps_per_epoch
+        return self._place(self.number(step))[0]
 
     def passes(self, step: int) -> float:
         """Returns the number of passes over the data after `step`: 1.0 at the last step of the first epoch."""
-        return round(self.number(step) / self.steps_per_epoch, 4)
+        number = self.number(step)
+        if not self.sizes:
+            return round(number / self.steps_per_epoch, 4)
+        (epoch, first), (after, _) = self._place(number), self._place(number + 1)
+        return float(after) if after > epoch else round(epoch + (first + self.size(number)) / self.num_examples, 4)
 
     def steps_of(self, epochs: int) -> int:
         """Returns the number of steps of the first `epochs` epochs."""
@@ -190,20 +256,23 @@ class Schedule:
         return [(number, number) for number in map(self.number, range(step, step + count))]
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (indices int64[batch_size], mask bool[batch_size]) of `step` >= 1, both read-only. A missing row has
+        """Returns (indices int64[size], mask bool[size]) of `step` >= 1, both read-only. A missing row has
         mask False, and the index of the last valid row so that it can be loaded."""
         self._check(step)
         if self.shares:
             return self._of_all(step)
-        epoch, row = divmod(self.number(step) - 1, self.steps_per_epoch)
-        if row >= self._own_steps:  # other processes have more batches
-            return np.zeros(self.batch_size, np.int64), _mask(self.batch_size, 0)
-        chunk_steps = max(1, CHUNK_EXAMPLES // self.batch_size)
-        chunk = _chunk(self, epoch, row // chunk_steps, chunk_steps)
-        first = row % chunk_steps * self.batch_size
-        indices = chunk[first : first + self.batch_size]
-        mask = _mask(self.batch_size, len(indices))
-        missing = self.batch_size - len(indices)
+        if self.buckets:
+            i, step = self._in_bucket(self.number(step))
+            indices, mask = self._of_bucket(i).batch(step)
+            return self.buckets[i].examples[indices], mask
+        number = self.number(step)
+        (epoch, first), size = self._place(number), self.size(number)
+        if not self._num_batches(max(0, self.num_examples - first), size):  # other processes have more batches
+            return np.zeros(size, np.int64), _mask(size, 0)
+        before = first // size % max(1, CHUNK_EXAMPLES // size) * size
+        indices = _chunk(self, epoch, first - before, size)[before : before + size]
+        mask = _mask(size, len(indices))
+        missing = size - len(indices)
         return (np.pad(indices, (0, missing), mode="edge") if missing else indices), mask
 
     def _of_all(self, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -212,6 +281,29 @@ class Schedule:
             rows = np.asarray(share.rows)
             indices[rows], mask[rows] = self.local(process).batch(step)
         return indices, mask
+
+    def _in_bucket(self, number: int) -> tuple[int, int]:
+        """Returns (the bucket of a batch, its step in the schedule of this bucket)."""
+        epoch, place = self._place(number)[0], number - 1
+        if self.shuffle:
+            order = Schedule(self.steps_per_epoch, 1, (self.seed + 1) * 2**32 - 1)
+            place = int(order.batch(number)[0][0])
+        place %= self.steps_per_epoch
+        for i, bucket in enumerate(self.buckets):
+            num = self._num_batches(len(bucket.examples), self.batch_size)
+            if place < num:
+                return i, epoch * num + place + 1
+            place -= num
+        raise AssertionError("a batch of no bucket")
+
+    def _of_bucket(self, i: int) -> Schedule:
+        examples, what = len(self.buckets[i].examples), f"{self.what} up to length {self.buckets[i].length}"
+        seed = (self.seed + 1) * 2**32 + i
+        return Schedule(examples, self.batch_size, seed, self.shuffle, self.drop_remainder, what)
+
+    def length(self, number: int) -> int:
+        """Returns the length of the bucket of a batch."""
+        return self.buckets[self._in_bucket(number)[0]].length
 
     def digest(self, step: int) -> str:
         """Returns 12 hex digits of a hash over the indices, positions and missing rows of the batch of `step`."""
@@ -233,6 +325,15 @@ class StreamSchedule:
     skipped: tuple[tuple[int, int], ...] = ()
     num_examples: None = None
     num_batches: int = sys.maxsize
+    sizes: BatchSizes = ()
+
+    def size(self, number: int) -> int:
+        """Returns the size of a batch, with missing rows."""
+        return size_of(self.sizes, number) if self.sizes else self.batch_size
+
+    def with_sizes(self, sizes: BatchSizes) -> StreamSchedule:
+        """Returns the schedule with other batch sizes."""
+        return dataclasses.replace(self, sizes=sizes)
 
     def steps_of(self, epochs: int) -> int:
         """Raises ConfigError: the length of an epoch is unknown."""
@@ -288,10 +389,10 @@ def eval_schedule(
     )
 
 
-@functools.lru_cache(maxsize=8)
-def _chunk(schedule: Schedule, epoch: int, chunk: int, chunk_steps: int) -> np.ndarray:
-    first = chunk * chunk_steps * schedule.batch_size
-    last = min(first + chunk_steps * schedule.batch_size, schedule.num_examples)
+@functools.lru_cache(maxsize=32)
+def _chunk(schedule: Schedule, epoch: int, first: int, size: int) -> np.ndarray:
+    """Returns the examples from place `first` of an epoch on, for some batches."""
+    last = min(first + max(1, CHUNK_EXAMPLES // size) * size, schedule.num_examples)
     positions = np.arange(first, last, dtype=np.int64)
     indices = permute(positions, schedule.num_examples, schedule.seed, epoch) if schedule.shuffle else positions
     indices.flags.writeable = False  # shared by all callers through the cache

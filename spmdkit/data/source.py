@@ -168,6 +168,10 @@ class ArraySource:
             rows = [narrow(*args) for args in zip(self._where, rows, self._dtypes, strict=True)]
         return self._treedef.unflatten(rows)
 
+    def column(self, leaf: int) -> np.ndarray:
+        """Returns all rows of a leaf."""
+        return self._leaves[leaf]
+
     def skipped(self, indices: np.ndarray, batch: int) -> None:
         """Returns None, since every row of an array can be read."""
 
@@ -265,10 +269,11 @@ def _row_reader(leaf: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
 
 class HostBatch(NamedTuple):
     """The rows of one step on this process: a pytree of numpy arrays. `mask` is bool[rows], None if batches are always
-    full."""
+    full; `size` the number of rows of all processes, None for the batch size."""
 
     examples: Any
     mask: np.ndarray | None
+    size: int | None = None
 
 
 def read_step(
@@ -285,6 +290,9 @@ def read_step(
         examples = source.gather(indices, schedule.epoch(step), schedule.number(step))
     except (ConfigError, UserCodeError) as error:
         raise type(error)(f"the batch of step {step} could not be read: {error}") from error.__cause__
+    if schedule.buckets:
+        length, longest = schedule.length(schedule.number(step)), schedule.buckets[-1].length
+        examples = jax.tree.map(lambda x: x[:, :length] if x.shape[1:2] == (longest,) else x, examples)
     if schedule.always_full:
         return examples, None
     is_skipped = source.skipped(indices, schedule.number(step))

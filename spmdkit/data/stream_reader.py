@@ -23,6 +23,7 @@ import numpy as np
 
 from spmdkit.data.example_form import ExampleForm
 from spmdkit.data.open_shards import END, CheckedStream, OpenShard, OpenShards, call_shard, next_example
+from spmdkit.data.schedule import StreamSchedule
 from spmdkit.data.source import HostBatch, Source, open_source
 from spmdkit.data.stream_position import pack, unpack
 from spmdkit.data.stream_shards import DEFAULT_SHARDS, check_shards, choose_shards, shards_of
@@ -101,8 +102,8 @@ class StreamReader:
 
     Args:
         shards: the number of shards of a new run; None: chosen from the batch and the processes.
-        parts: for each process, the places of its rows in a batch.
-        mine: the places of this process's rows, in the order of its batches.
+        parts: batch size -> for each process, the places of its rows in a batch.
+        mine: batch size -> the places of this process's rows, in the order of its batches.
         repeat: a stream that ends starts again. Otherwise its rows are missing from then on.
         ahead: maximum number of batches that are read ahead.
         workers: the number of processes that read, at most one per shard; 0: the calling thread reads.
@@ -111,18 +112,17 @@ class StreamReader:
     def __init__(
         self,
         data: CheckedStream,
-        batch_size: int,
         shards: int | None,
-        parts: Sequence[np.ndarray],
-        mine: np.ndarray,
+        parts: Mapping[int, Sequence[np.ndarray]],
+        mine: Mapping[int, np.ndarray],
         repeat: bool,
         ahead: int,
         workers: int = 0,
     ):
         self._workers = workers
-        self._data, self._batch_size, self._shards, self._parts, self._mine = data, batch_size, shards, parts, mine
+        self._data, self._shards, self._parts, self._mine = data, shards, parts, mine
         self._repeat, self._retained, self._check = repeat, ahead + RETAINED, True
-        self.num_shards = choose_shards(shards, data.stream.most_shards(), batch_size, parts)
+        self.num_shards = choose_shards(shards, data.stream.most_shards(), parts)
         self.restore(0, None)
 
     def restore(self, step: int, position: Mapping[str, Any] | None, check: bool = True) -> None:
@@ -142,7 +142,8 @@ class StreamReader:
             )
         stream = self._data.stream
         limit = getattr(stream, "limit", "it has no more parts, such as files")
-        check_shards(num, stream.most_shards(), self._batch_size, self._parts, self._data.what, limit)
+        for size, parts in self._parts.items():
+            check_shards(num, stream.most_shards(), size, parts, self._data.what, limit)
         self.num_shards, self._check = num, check
         self._start: Mapping[str, Any] = {"num_shards": num, "batch": 0, "shards": {}}
         # A new dict: the thread of an earlier iteration may still write to the old one.
@@ -161,43 +162,43 @@ class StreamReader:
         """Returns whether this process has no row in the batch of `step`."""
         return step in self._empty
 
-    def batches(self, start: int, stop: int, number: Callable[[int], int]) -> Iterator[tuple[int, HostBatch]]:
-        """Yields (step, HostBatch) for steps `start` to `stop` (inclusive); `number(step)` is the number of its batch.
+    def batches(self, start: int, stop: int, schedule: StreamSchedule) -> Iterator[tuple[int, HostBatch]]:
+        """Yields (step, HostBatch) for steps `start` to `stop` (inclusive).
 
         Skipped batches are read and dropped. Without a recorded position, the stream is read from its start.
         """
-        positions, empty, num, each = self._positions, self._empty, self.num_shards, self._batch_size // self.num_shards
+        positions, empty, num = self._positions, self._empty, self.num_shards
         before = max((step for step in positions if step < start), default=None)
         at = self._start if before is None else positions[before]
-        shard_of = shards_of(self._mine, num, self._batch_size)
-        owned = np.unique(shard_of)
-        take = np.searchsorted(owned, shard_of) * each + self._mine % each
-        in_order = np.array_equal(take, np.arange(len(owned) * each))
+        taken = {size: _taken(mine, num, size) for size, mine in self._mine.items()}
+        owned, _ = next(iter(taken.values()))  # the same for each size
         last = at["batch"]
         with contextlib.ExitStack() as opened:
-            readers = self._opened(owned.tolist(), num, at["shards"], each)
+            readers = self._opened(owned.tolist(), at, schedule)
             for reader in readers:
                 opened.callback(reader.close)
             for step in range(start, stop + 1):
-                for _ in range(number(step) - last):
-                    rows, mask, parts = self._read(readers, len(owned), each)
-                last = number(step)
-                if not in_order:
+                for last in range(last + 1, schedule.number(step) + 1):  # noqa: B020
+                    rows, mask, parts = self._read(readers, len(owned), schedule.size(last) // num)
+                size = schedule.size(last)
+                if (take := taken[size][1]) is not None:
                     rows, mask = [x[take] for x in rows], mask[take]
                 positions[step] = {"num_shards": num, "batch": last, "shards": parts}
                 if not mask.any():
                     empty.add(step)
                 for old in [s for s in positions if s < step - self._retained]:
                     del positions[old]
-                yield step, HostBatch(self._data.form.tree(rows), None if self._repeat else mask)
+                yield step, HostBatch(self._data.form.tree(rows), None if self._repeat else mask, size)
 
-    def _opened(self, owned: list[int], num: int, at: Mapping[str, Any], each: int) -> Sequence[OpenShards | Worker]:
+    def _opened(
+        self, owned: list[int], at: Mapping[str, Any], schedule: StreamSchedule
+    ) -> Sequence[OpenShards | Worker]:
         """Returns readers of contiguous shards: this process, or worker processes."""
         options = {"repeat": self._repeat, "check": self._check}
         if not self._workers:
-            return [OpenShards(self._data, owned, num, at, each, **options)]
+            return [OpenShards(self._data, owned, at, schedule, **options)]
         parts = np.array_split(owned, min(self._workers, len(owned)))
-        return start_workers(self._data, [part.tolist() for part in parts], num, at, each, **options)
+        return start_workers(self._data, [part.tolist() for part in parts], at, schedule, **options)
 
     def _read(
         self, readers: Sequence[OpenShards | Worker], num: int, each: int
@@ -206,7 +207,7 @@ class StreamReader:
         example."""
         rows, mask, parts, first = self._data.form.empty(num * each), np.ones(num * each, bool), dict[str, Any](), 0
         for reader in readers:
-            counts, positions = reader.read([x[first : first + reader.num_rows] for x in rows])
+            counts, positions = reader.read([x[first : first + len(reader.shards) * each] for x in rows])
             parts |= positions
             for count in counts:
                 if count < each:
@@ -216,6 +217,14 @@ class StreamReader:
                         array[missing] = leaf
                 first += each
         return rows, mask, parts
+
+
+def _taken(mine: np.ndarray, num_shards: int, size: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns (the shards of some places, the places in the rows of these shards, None if they are in order)."""
+    shard_of, each = shards_of(mine, num_shards, size), size // num_shards
+    owned = np.unique(shard_of)
+    take = np.searchsorted(owned, shard_of) * each + mine % each
+    return owned, None if np.array_equal(take, np.arange(len(owned) * each)) else take
 
 
 def open_data(data: Any, what: str) -> Source | CheckedStream:

@@ -9,7 +9,7 @@ supplies a contiguous block, and processes read different shards. The set of exa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -30,18 +30,20 @@ def shards_of(of_places: np.ndarray, num_shards: int, batch_size: int) -> np.nda
     return of_places * num_shards // batch_size
 
 
-def choose_shards(configured: int | None, most: int | None, batch_size: int, parts: Sequence[np.ndarray]) -> int:
+def choose_shards(configured: int | None, most: int | None, parts: Mapping[int, Sequence[np.ndarray]]) -> int:
     """Returns the number of shards of a new run: `configured`, or the largest suitable number up to `DEFAULT_SHARDS` or
     the number of processes.
 
     Args:
         most: the largest number of shards of the stream; None: any.
-        parts: the places that each process holds.
+        parts: batch size -> the places that each process holds.
     """
     if configured is not None:
         return configured
-    top = min(max(DEFAULT_SHARDS, len(parts)), batch_size, batch_size if most is None else most)
-    return next(n for n in range(top, 0, -1) if n == 1 or _suits(n, most, batch_size, parts))
+    least = min(parts)
+    top = min(max(DEFAULT_SHARDS, len(parts[least])), least, least if most is None else most)
+    suits: Callable[[int], bool] = lambda n: all(_suits(n, most, size, each) for size, each in parts.items())
+    return next(n for n in range(top, 0, -1) if n == 1 or suits(n))
 
 
 def _suits(num: int, most: int | None, batch_size: int, parts: Sequence[np.ndarray]) -> bool:

@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from spmdkit.data.open_shards import CheckedStream, OpenShards
+from spmdkit.data.schedule import StreamSchedule
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.foundation.user_code import shown_line
 
@@ -39,8 +40,8 @@ LENGTH = struct.Struct("<Q")
 class Worker:
     """A worker process, with the methods of `OpenShards`."""
 
-    def __init__(self, what: str, shards: Sequence[int], each: int):
-        self.num_rows, self._what, self._shards = len(shards) * each, what, shards
+    def __init__(self, what: str, shards: Sequence[int]):
+        self._what, self.shards = what, shards
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -80,7 +81,7 @@ class Worker:
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         why = " The system sends SIGKILL where memory is exhausted: lower data.workers." if code == -9 else ""
         return UserCodeError(
-            f"a worker process of {self._what} (shards {self._shards[0]} to {self._shards[-1]}) {how}. A batch needs "
+            f"a worker process of {self._what} (shards {self.shards[0]} to {self.shards[-1]}) {how}. A batch needs "
             f"the rows of every worker.{why} A restart continues at the last checkpoint."
         )
 
@@ -93,7 +94,11 @@ class Worker:
 
 
 def start_workers(
-    data: CheckedStream, parts: Sequence[Sequence[int]], num: int, at: Mapping[str, Any], each: int, **options: bool
+    data: CheckedStream,
+    parts: Sequence[Sequence[int]],
+    at: Mapping[str, Any],
+    schedule: StreamSchedule,
+    **options: bool,
 ) -> list[Worker]:
     """Returns a worker for each part of the shards; the arguments are those of `OpenShards`.
 
@@ -102,14 +107,14 @@ def start_workers(
     """
     started = list[Worker]()
     try:
-        arguments = [cloudpickle.dumps((data, part, num, at, each, options)) for part in parts]
+        arguments = [cloudpickle.dumps((data, part, at, schedule, options)) for part in parts]
     except Exception as error:
         raise ConfigError(
             f"data.workers: {data.what} cannot be sent to a worker process: {type(error).__name__}: {error}. A worker "
             "receives a pickle of the stream. Open the data in a function under @sk.stream, or set data.workers: 0."
         ) from error
     try:
-        started += [Worker(data.what, part, each) for part in parts]
+        started += [Worker(data.what, part) for part in parts]
         for worker, each_arguments in zip(started, arguments, strict=True):
             worker.send(each_arguments)
     except BaseException:
@@ -157,10 +162,12 @@ def main(number: int) -> None:
 
 
 def _serve(link: socket.socket, arguments: bytearray) -> None:
-    data, shards, num, at, each, options = cloudpickle.loads(arguments)
-    opened = OpenShards(data, shards, num, at, each, **options)
-    rows = data.form.empty(opened.num_rows)
+    data, shards, at, schedule, options = cloudpickle.loads(arguments)
+    opened, number = OpenShards(data, shards, at, schedule, **options), at["batch"]
+    largest = data.form.empty(len(shards) * schedule.batch_size // at["num_shards"])
     while True:
+        number += 1
+        rows = [x[: len(shards) * schedule.size(number) // at["num_shards"]] for x in largest]
         _send(link, (None, *opened.read(rows)))
         for leaf in rows:
             link.sendall(leaf.reshape(-1).view(np.uint8).data)

@@ -70,7 +70,7 @@ class Elastic:
                 f"{config.where('microbatches')}: is {config.microbatches}; launch --elastic counts them itself for "
                 "each size. Give a number, as 1."
             )
-        self._batch, self._mesh = config.batch_size, config.mesh.sizes()
+        self._batch, self._mesh = math.gcd(*(size for _, size in config.batch_sizes)), config.mesh.sizes()
         self._run_dir = config.resolved_run_dir()
         self.requested = self._requested if config.elastic.in_process else None
         self.standby, self._ahead = config.elastic.standby, config.elastic.precompile

@@ -277,7 +277,7 @@ class _Monitor:
         run.report_saves()
         progress = {f"worker_{worker}_pushes": float(num) for worker, num in sorted(stats.progress.items())}
         progress["pushes_dropped"] = float(sum(stats.dropped.values()))
-        rate, values = rates(records, step - before, elapsed_s, run.config.batch_size), means(records)
+        rate, values = rates(records, step - before, elapsed_s, run.config.largest_batch), means(records)
         if bad := not_finite(values):  # already applied: on_nonfinite is continue
             run.message(f"step {step}: {format_metrics(bad)}")
         run.write({"step": step, **values, **rate, **progress})

@@ -174,7 +174,7 @@ def _head(program: Program, target: Target) -> Document:
         "mesh": {shown(axis): size for axis, size in program.sizes.items()},
         "form": program.form,
         "rows": [vars(row) for row in program.row_table],
-        "batch_size": program.config.batch_size,
+        "batch_size": program.config.largest_batch,
         "microbatches": program.config.microbatches,
         "places": places(program, target),
     }
@@ -218,7 +218,7 @@ def _computed(
             "bound": time.bound,
             "mfu": model.products / num / (step_s * peak),
             "peak_flops_per_s": peak,
-            "examples_per_s": program.config.batch_size / step_s,
+            "examples_per_s": program.config.largest_batch / step_s,
             "tokens_per_s": tokens / step_s if tokens else None,
             "hlo_flops": time.hlo_flops,
             "memory_traffic_bytes": time.memory_bytes,

@@ -110,6 +110,6 @@ def _format_needed(needed: StepBytes) -> str:
 
 def microbatch_counts(config: Config, batch_shards: int) -> list[int]:
     """Returns the microbatch counts, powers of two, that divide the rows of each of the `batch_shards` evenly."""
-    rows = config.batch_size // batch_shards
+    rows = config.largest_batch // batch_shards
     powers = (2**i for i in range(MAX_MICROBATCHES.bit_length()))
     return [m for m in powers if m <= MAX_MICROBATCHES and rows % m == 0] or [1]

@@ -213,7 +213,7 @@ class SetEvaluator:
                 "the value of metric": _values({name: m for name, m in sums.items() if name not in means}),
             }
 
-        if effects := padding_check.changes(by_kind, batch, feed.grid, self._whole):
+        if effects := padding_check.changes(by_kind, batch, feed.grid(feed.schedule.batch_size), self._whole):
             raise padding_check.refused_evaluation(effects, self._what, feed.schedule)
 
 

@@ -42,7 +42,7 @@ def explain(task_step: TaskStep, context: Context, refused: str, rows: Sequence[
         ("offload", _offload(task_step)),
         ("form", _form(task_step, context, refused)),
         ("precision", _precision(task_step)),
-        ("microbatches", _microbatches(context, task_step.config.batch_size)),
+        ("microbatches", _microbatches(context, task_step.config.largest_batch)),
         ("remat", _remat(task_step, context)),
         *_parts(task_step, context),
         *_roles(task_step, context),

@@ -43,20 +43,28 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
     check_names(source.element(), "train_data")
     check_batch(config, sizes)
     process_shares = functools.partial(_shares, on=on, sizes=sizes)
-    shares = process_shares(task.train_data, config.batch_size, config.microbatches, "train_data")
+    shares = process_shares(task.train_data, config.largest_batch, config.microbatches, "train_data")
+    batch_sizes = data.continued((), 0, config.batch_sizes)
+    sizes_of_steps = batch_sizes if len(batch_sizes) > 1 else ()
+    if shares and sizes_of_steps:
+        raise ConfigError("batch_size is a schedule, and train_data is sk.per_process. Set one batch_size.")
     skipped = data.merge_ranges(options.skipped_ranges())
     schedule: data.BatchSchedule
     if isinstance(source, data.CheckedStream):
-        schedule = data.StreamSchedule(config.batch_size, "train_data", options.repeat, skipped)
+        schedule = data.StreamSchedule(
+            config.largest_batch, "train_data", options.repeat, skipped, sizes=sizes_of_steps
+        )
     else:
         schedule = data.Schedule(
             num_examples=sum(share.examples for share in shares) or len(source),
-            batch_size=config.batch_size,
+            batch_size=config.largest_batch,
             seed=config.seed,
             shuffle=options.shuffle and has_data,
             drop_remainder=options.drop_remainder,
             skipped=skipped,
             shares=shares,
+            sizes=sizes_of_steps,
+            buckets=_buckets(options, source),
         )
     feed = functools.partial(Feed, mesh=on, sizes=sizes, prefetch=options.prefetch, threads=options.threads)
     train = feed(
@@ -79,7 +87,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
     opened, padded = dict[str, Any](), False
     for name, given in sets.items():
         what = set_name(name) if name else "eval_data"
-        source, size = _opened(given, what, access(ledger)), config.eval.batch_size or config.batch_size
+        source, size = _opened(given, what, access(ledger)), config.eval.batch_size or config.largest_batch
         is_stream, batch_shards = isinstance(source, data.CheckedStream), mesh.count(sizes, mesh.BATCH_AXES)
         num = None if is_stream else sum(getattr(given, "lengths", ())) or len(source)
         size = eval_batch_size(size, num, batch_shards)
@@ -149,7 +157,7 @@ def check_used(config: Config, task: Task) -> None:
     kinds = {isinstance(x, data.CheckedStream) for x in task.named_data().values()}
     trains_on_stream = isinstance(task.train_data, data.CheckedStream)
     only_indexed = [*(["shards", "repeat", "workers"] * (not trains_on_stream)), *(["batched"] * (True not in kinds))]
-    only_streams = ["shuffle", "drop_remainder", "max_bad_examples"] * trains_on_stream
+    only_streams = ["shuffle", "drop_remainder", "max_bad_examples", "bucket_boundaries"] * trains_on_stream
     only_streams += ["threads", "retries"] * (False not in kinds)
     for key in (*only_indexed, *only_streams):
         if getattr(options, key) != getattr(defaults, key):
@@ -197,9 +205,14 @@ def check_rows(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int], f
                     f"{feed.source.forward_s:.2g} s per million examples"
                 )
             continue
+        if isinstance(feed.schedule, data.Schedule) and (buckets := feed.schedule.buckets):
+            lengths = [bucket.length for bucket in buckets]
+            leaves = ", ".join(data.shortened_leaves(feed.source, lengths[-1]))
+            numbers = ", ".join(f"{len(x.examples)} up to {x.length}" for x in buckets)
+            notes.append(f"{name}: {leaves} are shortened to the buckets: {numbers}")
         if not rows_vary(feed.source, config.data.retries):
             continue
-        parts = rows_of_processes(on, sizes, feed.schedule.batch_size, feed.grid[1])
+        parts = rows_of_processes(on, sizes, feed.schedule.batch_size, feed.microbatches)
         if sum(map(len, parts)) > len(np.unique(np.concatenate(parts))):
             raise ConfigError(
                 f"{name}: rows differ each time they are read, and several of the {len(parts)} processes hold the same "
@@ -212,6 +225,12 @@ def check_rows(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int], f
             "augmentation in the loss from sk.example_keys(), or with grain's random_map"
         )
     return notes
+
+
+def _buckets(options: Any, source: data.Source) -> tuple[data.Bucket, ...]:
+    if options.bucket_boundaries is None:
+        return ()
+    return data.buckets_of(source, options.bucket_by, options.bucket_boundaries, "train_data")
 
 
 def _shares(

@@ -312,6 +312,11 @@ class Program:
             self._by_shapes[shapes] = other
         return self._by_shapes[shapes]
 
+    def other_shapes(self) -> dict[str, Program]:
+        """Returns the programs of a step with other batch sizes or buckets of lengths, by name."""
+        limited: Callable[[Batch], Batch] = lambda batch: dataclasses.replace(batch, limit=self.abstract_batch.limit)
+        return {name: self._of_shapes(limited(batch)) for name, batch in self.feed.other_shapes().items()}
+
     @property
     def computes_twice(self) -> bool:
         """Whether a step computes more than the model: with remat, or pipeline stages, which idle and recompute."""
@@ -433,7 +438,8 @@ class Program:
         Waits for the device."""
         whole, shapes = NamedSharding(self.mesh, PartitionSpec()), (self.abstract_state, self.abstract_batch)
         forward = self._compile(padding_check.lowered_forward(self.traced, *shapes, self.state_sharding, whole))
-        if effects := padding_check.changes(functools.partial(forward, state), batch, self.feed.grid, whole):
+        grid = self.feed.grid(len(jax.tree.leaves(batch.examples)[0]))
+        if effects := padding_check.changes(functools.partial(forward, state), batch, grid, whole):
             raise padding_check.refused_step(effects, self._task_step.what, self.feed.ends)
 
     # ---- arrays
@@ -530,6 +536,22 @@ class Program:
         """Skips batches in addition to those of the config: numbers (first, last), counted as if none were skipped."""
         skipped = data.merge_ranges([*self.config.data.skipped_ranges(), *ranges])
         self.schedule = self.feed.schedule = self.schedule.with_skipped(skipped)
+
+    def continue_sizes(self, before: data.BatchSizes, done: int) -> None:
+        """Sets the batch sizes to those of a run for its first `done` batches, and from then on to the config's.
+
+        Raises:
+            ConfigError: batches are short that are always full with the config's sizes alone.
+        """
+        sizes = data.continued(before, done, self.config.batch_sizes)
+        schedule = self.schedule.with_sizes(sizes if len(sizes) > 1 else ())
+        if schedule.always_full != self.schedule.always_full:
+            raise ConfigError(
+                f"batch_size changes after {done} batches, within an epoch of {schedule.num_examples} examples, and "
+                "with data.drop_remainder: false its last batch is short. Name the sizes of the whole run: batch_size: "
+                f"{dict(sizes)}."
+            )
+        self.schedule = self.feed.schedule = schedule
 
     def put(self, examples: Any, mask: Any = None) -> Batch:
         """Returns a batch on the devices from global host arrays (the same on every process), for a loop with custom

@@ -38,7 +38,7 @@ class Reporter:
         mode = config.log.progress if self._is_main else "off"
         self.progress = metrics.Progress(config.num_steps, step + 1, mode, examples_unit=run.program.task.unit)
         stack.callback(self.progress.close)
-        self.throughput = metrics.Throughput(config.batch_size, self._clock)
+        self.throughput = metrics.Throughput(config.largest_batch, self._clock)
         if not self._is_main:
             return
         files.write_text(run.directory / "config.yaml", to_yaml(config, absolute_paths=True, hide_secrets=True))

@@ -236,6 +236,8 @@ class Run:
         """Sets the run to the step of a checkpoint, and restores the schedule and the hooks."""
         on_disk = skipped_batches.read_for_all(self.directory, self.cluster)
         skipped_batches.take(self.program, on_disk, step, record)
+        done = skipped_batches.as_saved(self.program.schedule, record).number(step)
+        self.program.continue_sizes(tuple((start, size) for start, size in record["batch_sizes"]), done)
         self.program.skipped_rows[0].restore(record.get("skipped_rows", []))
         self.program.feed.restore(step, record.get("position"), "train_data" not in self._allow_change)
         for name in self.hook_runner.restore(record.get("hooks", {})):
@@ -254,6 +256,7 @@ class Run:
             self.resume_from(found.step, found.record, found.is_saved)
             return
         self.hook_runner.restore(self.hooks_at_start)
+        self.program.continue_sizes(self.config.batch_sizes, 0)
         self.program.feed.restore(0, None)
         self.step = 0
         if self.checkpoints is not None:
@@ -326,6 +329,7 @@ class Run:
             "config": to_yaml(self.config, hide_secrets=True),
             "described": self._described,
             "next_batch": self.program.schedule.digest(step + 1),
+            "batch_sizes": [list(pair) for pair in self.program.schedule.sizes or self.config.batch_sizes],
             **self._data_position(step),
             "versions": self.reporter.environment["versions"],
             "eval_params": self.program.has_eval_params,
@@ -411,7 +415,9 @@ class Run:
         """Records a dispatched step. Waits for the device only if too many steps are in flight."""
         self.step = step
         self._mark.at(step)
-        self.reporter.throughput.tick(step, wait_s)
+        schedule = self.program.schedule
+        examples = schedule.size(schedule.number(step)) if schedule.sizes else None
+        self.reporter.throughput.tick(step, wait_s, examples)
         self.in_flight.append(values)
         if len(self.in_flight) > self._most_in_flight:
             jax.block_until_ready(self.in_flight.popleft())

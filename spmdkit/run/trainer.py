@@ -79,6 +79,8 @@ class SpmdTrainer:
         run.read_batches()  # concurrently with the compilation
         with run.reporter.progress.compiling(), phase.during("compile"):
             check_start(program, cluster, run.directory, limit_bytes)
+            for other in program.other_shapes().values():  # before the first step, so that no later step waits
+                _ = other.compiled
         run.events.write("compiled", step=run.step, **cache.programs())
         if retain_memory and cluster.devices[0].platform == "cpu":
             allocator.disable_trimming()

@@ -83,7 +83,7 @@ def verify_config(config: Config, options: VerifyOptions, print_line: Log = lamb
     spec = {
         "config": config.model_dump(),
         "source": str(config.source) if config.source else None,
-        "batch_size": config.batch_size if options.batch_size_given else small_batch,
+        "batch_size": config.largest_batch if options.batch_size_given else small_batch,
         "steps": options.steps,
         "dtype": "float64" if options.float64 else "float32",
         "devices": num_devices,

@@ -183,6 +183,8 @@ class TaskRunner:
             "learning_rate": None,
             "clip_norm": None,
             "groups": [{"match": x.match, "frozen": x.frozen} for x in self.config.groups if x.frozen is not None],
+            "data.bucket_boundaries": None,
+            "data.bucket_by": None,
             "data.drop_remainder": self.config.data.drop_remainder and not setting.short,
         }
         changes |= _without_effect(self.config, setting.mesh)
@@ -232,7 +234,7 @@ class TaskRunner:
         if self._sources["eval_data"] is None:
             return 0
         num_rows = len(data.open_source(self._sources["eval_data"], "eval_data"))
-        if num_rows % min(num_rows, self.config.eval.batch_size or self.config.batch_size) == 0:
+        if num_rows % min(num_rows, self.config.eval.batch_size or self.config.largest_batch) == 0:
             return min(num_rows // self.batch_size, NUM_BATCHES) * self.batch_size or num_rows
         return self.batch_size + self.batch_size // 4 + 1
 

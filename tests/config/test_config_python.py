@@ -64,7 +64,10 @@ def test_a_python_config_is_checked_like_files():
         Config(task="a.py:t", mesh={"dtaa": 8}, steps="3", batch_size=True)
     assert str(caught.value).splitlines() == [
         "steps: should be a valid integer, found '3' (text). Write steps: 3, without quotes.",
-        "batch_size: should be a valid integer, found true. Try batch_size: 32.",
+        (
+            "batch_size: should be a valid integer, or a schedule such as {0: 256, 2000: 1024}, found true. "
+            "Try batch_size: 32."
+        ),
         (
             "mesh.dtaa: unknown key. Did you mean 'data'? Your own name of an axis needs its role, such as roles: "
             "{dtaa: data}."

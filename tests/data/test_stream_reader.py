@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from spmdkit.data.schedule import StreamSchedule
 from spmdkit.data.stream_reader import check_stream, first_rows
 from spmdkit.data.streams.base import open_stream
 from spmdkit.data.streams.function import stream
@@ -69,7 +70,7 @@ def test_skipped_batches_are_read_and_dropped():
 
 def test_a_stream_without_a_position_is_read_from_its_start():
     job = Job(counted, start=0)
-    later = job.readers[0].batches(5, 5, lambda step: step)
+    later = job.readers[0].batches(5, 5, StreamSchedule(SIZE, "train_data", True))
     (step, batch), plain = next(later), batches(counted, 5)[-1]
     assert step == 5
     np.testing.assert_array_equal(np.sort(batch.examples["id"]), np.sort(plain))
@@ -111,7 +112,7 @@ def test_changed_examples_are_detected_at_a_restart():
         other.step()
     assert CheckpointError.exit_code == 79
     other.readers[0].restore(3, at, check=False)
-    next(other.readers[0].batches(4, 4, lambda step: step))
+    next(other.readers[0].batches(4, 4, StreamSchedule(SIZE, "train_data", True)))
 
 
 def test_another_number_of_shards_is_rejected():

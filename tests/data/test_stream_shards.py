@@ -49,7 +49,7 @@ def test_no_mesh_divides_a_shard_or_changes_its_rows():
 )  # fmt: skip
 def test_the_default(size, processes, most, chosen):
     parts = np.split(np.arange(size), processes) if size % processes == 0 else [np.arange(size)] * processes
-    assert choose_shards(None, most, size, parts) == chosen
+    assert choose_shards(None, most, {size: parts}) == chosen
 
 
 def test_processes_that_hold_the_same_rows_read_the_same_shards():

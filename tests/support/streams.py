@@ -103,11 +103,13 @@ class Job:
         positions = RowOrder(DEVICES, micro, SIZE // (DEVICES * micro)).positions()
         self.positions = np.split(positions, processes)
         parts = [places(part, SIZE, micro) for part in self.positions]
-        self.readers = [StreamReader(checked, SIZE, shards, parts, part, repeat, 2, workers) for part in parts]
-        number = StreamSchedule(SIZE, "train_data", repeat, skipped).number
+        self.readers = [
+            StreamReader(checked, shards, {SIZE: parts}, {SIZE: part}, repeat, 2, workers) for part in parts
+        ]
+        schedule = StreamSchedule(SIZE, "train_data", repeat, skipped)
         for reader in self.readers:
             reader.restore(start, at)
-        self.flows = [reader.batches(start + 1, 10_000, number) for reader in self.readers]
+        self.flows = [reader.batches(start + 1, 10_000, schedule) for reader in self.readers]
 
     def step(self):
         """Returns (step, the ids of the global batch by position, its mask)."""

@@ -38,17 +38,17 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             largest = largest if largest and largest.bytes_at_least >= c.bytes_at_least else c
     if not computing or largest is None or sending < FACTOR * computing or sending < 1e-3:
         return
-    rows = program.config.batch_size / program.batch_shards
+    rows = program.config.largest_batch / program.batch_shards
     yield Finding(
         "batch-too-small",
         (
-            f"{program.config.batch_size} examples on {program.batch_shards} shards are {rows:g} for each: "
+            f"{program.config.largest_batch} examples on {program.batch_shards} shards are {rows:g} for each: "
             f"{computing * 1e3:.3g} ms of arithmetic a step, while weights and gradients take {sending * 1e3:.3g} ms "
             "on the wire"
         ),
         step.config_line("batch_size") or largest.source,
         (
-            f"batch_size: {program.config.batch_size * math.ceil(sending / computing)} would balance both; or use "
+            f"batch_size: {program.config.largest_batch * math.ceil(sending / computing)} would balance both; or use "
             "fewer devices, or give some of them to tensor or context."
         ),
     )

@@ -133,8 +133,8 @@ def _of_mesh(
 ) -> list[Candidate]:
     """Returns the candidates of one mesh and ZeRO stage, built once: microbatches and remat change no placement."""
     shards = count(sizes, BATCH_AXES)
-    if config.batch_size % shards:
-        reason = f"batch_size {config.batch_size} does not divide over {shards} parts of the batch"
+    if config.largest_batch % shards:
+        reason = f"batch_size {config.largest_batch} does not divide over {shards} parts of the batch"
         return [Candidate(changes, sizes, "refused", reason)]
     plain = {**changes, "microbatches": 1, "remat": "none" if config.remat == "auto" else config.remat}
     try:
@@ -157,8 +157,8 @@ def _of_mesh(
     work = _work(program, target)
     results = []
     for m, remat in itertools.product(counts, remats):
-        if config.batch_size // shards % m:
-            reason = f"batch_size {config.batch_size} does not divide over {shards} parts and {m} microbatches"
+        if config.largest_batch // shards % m:
+            reason = f"batch_size {config.largest_batch} does not divide over {shards} parts and {m} microbatches"
             results.append(Candidate(changes | {"microbatches": m}, sizes, "refused", reason))
             continue
         all_changes = changes | ({"microbatches": m} if m != config.microbatches else {})
@@ -200,7 +200,7 @@ def _tensor_bytes(program: Program) -> float:
     t = program.sizes["tensor"]
     if t == 1:
         return 0.0
-    rows = (tokens_of_batch(program) or program.config.batch_size) / program.batch_shards
+    rows = (tokens_of_batch(program) or program.config.largest_batch) / program.batch_shards
     width = 2 if program.config.precision.compute == "bfloat16" else 4
     total = 0.0
     for leaf in program.layout:

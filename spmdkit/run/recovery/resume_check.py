@@ -27,7 +27,10 @@ from spmdkit.program import source_digest
 from spmdkit.program.task import Task
 from spmdkit.run.recovery import skipped_batches
 
-ANOTHER_RUN = ("task", "seed", "batch_size", "data.shuffle", "data.drop_remainder", "train_data")
+ANOTHER_RUN = (
+    *("task", "seed", "batch_size", "data.shuffle", "data.drop_remainder"),
+    *("data.bucket_boundaries", "data.bucket_by", "train_data"),
+)
 """Settings that determine the examples of a step and must not change during a run."""
 NOT_COMPARED = ("run_dir",)
 MAX_CHARS = 60  # characters of a value in the table
@@ -118,7 +121,7 @@ def _settings(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and value and path != "batch_size":
         for key, inner in value.items():
             yield from _flat(f"{path}.{key}" if path else str(key), inner)
     elif value != {}:

@@ -125,6 +125,8 @@ def program_facts(program: Program) -> dict[str, str]:
         later |= {f"program of an evaluation{name and f' ({name})'}": each for name, each in lowered.items()}
     for phase in program.phases:
         later[PHASES.get(phase.name, f"program in which groups agree ({phase.name})")] = phase.lowered
+    for name, other in program.other_shapes().items():
+        later[f"program of a step ({name})"] = other.lowered
     if program.config.init_from is None:  # otherwise compared when there is no checkpoint, since it reads the source
         later["init"] = program.lowered_init
     return {

@@ -116,7 +116,7 @@ def compare(
         "device": cluster.devices[0].device_kind,
         "processes": cluster.num_processes,
         "replicas": main.program.num_replicas,
-        "batch_size": config.batch_size,
+        "batch_size": config.largest_batch,
         "steps": steps,
         "seeds": list(all_seeds),
         "loss_is": "evaluation" if main.program.has_eval else "training, mean of the last tenth of the steps",
