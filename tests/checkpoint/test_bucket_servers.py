@@ -125,6 +125,17 @@ def test_killed_run_resumes_from_bucket_on_empty_disk(store, url, undisturbed, t
     assert [(row["step"], row["complete"]) for row in json.loads(output)["checkpoints"]] == [(55, True), (60, True)]
 
 
+def test_a_run_starts_from_the_weights_of_a_bucket(store, undisturbed, tmp_path):
+    at = f"{store[0]}://{BUCKET}/undisturbed/checkpoints"
+    output, _ = done(spmdkit(store, undisturbed, "eval", "run.yaml", "--json"))
+    warm = host(tmp_path / "warm", f"{at}/none")
+    start = ("eval", "run.yaml", "--json", "--initial", "mesh={fsdp: 2}", f"init_from={at}@60")
+    found, _ = done(spmdkit(store, warm, *start))
+    assert json.loads(found)["loss"] == pytest.approx(json.loads(output)["loss"], rel=1e-5)
+    _, errors = done(spmdkit(store, warm, *start[:-1], f"init_from={at}@7"), 79)
+    assert "step 7 is requested" in errors and "has steps 55, 60" in errors
+
+
 def wait_for_step(folder, step, run):
     deadline = time.monotonic() + 240
     while not (folder / "run/metrics.jsonl").exists() or max(steps_of(folder), default=0) < step:

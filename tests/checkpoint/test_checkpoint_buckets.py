@@ -6,8 +6,10 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import spmdkit as sk
 from spmdkit.checkpoint import (
     Checkpoints,
     Lease,
@@ -25,6 +27,7 @@ from spmdkit.checkpoint import (
 from spmdkit.config.retention import Best, Retention
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, UnreachableError
 from tests.support.buckets import CutOff, InMemory
+from tests.support.core_runs import program_of
 
 URL = "s3://bucket-one/runs/first"
 ABSTRACT = {"params": {"w": jax.ShapeDtypeStruct((64, 16), jnp.float32)}, "step": jax.ShapeDtypeStruct((), jnp.int32)}
@@ -74,6 +77,19 @@ def test_bucket_steps_are_listed_verified_exported_and_restored(client, tmp_path
     del client.objects[f"bucket-one/runs/first/4/{location.MARKER}"]
     assert checkpoints.steps() == [1] and ignored_entries(checkpoints.directory) == ["4"]
     checkpoints.close()
+
+
+@pytest.mark.parametrize(("name", "step"), [("best", 1), ("2", 2)])
+def test_a_run_starts_from_the_weights_of_a_bucket(client, tmp_path, name, step):
+    checkpoints = opened(tmp_path, retention=Retention(keep=2, best=Best(metric="loss", mode="max")))
+    save(checkpoints, 1, 2, 3)
+    checkpoints.close()
+    loss_fn = lambda params, batch, key: sk.mean((batch @ params["w"]).sum(-1))
+    task = sk.Task(lambda key: {"w": jnp.zeros((64, 16))}, loss_fn, optax.sgd(0.1), np.ones((32, 64), np.float32))
+    program = program_of(task, mesh={"fsdp": 4}, init_from=f"{URL}@{name}")
+    state = program.init()
+    assert np.array_equal(state.params["w"], state_of(step)["params"]["w"]) and state.step == 0
+    assert state.params["w"].sharding == program.state_sharding.params["w"]
 
 
 def test_interrupted_save_or_deletion_loses_no_committed_step(client, tmp_path):
