@@ -3,12 +3,13 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit.checkpoint import architectures
+from spmdkit.checkpoint import Checkpoints, architectures, export
 from spmdkit.checkpoint.lazy_array import LazyArray
 from spmdkit.checkpoint.weights import open_weights
 from spmdkit.foundation.trees import named_leaves
@@ -39,8 +40,8 @@ def load(example, shape, map_, file):
     return jax.tree.unflatten(jax.tree.structure(like), values)
 
 
-def check(example, case, config, folder, expected, out):
-    """The logits are those expected, and the parameters become the same file again."""
+def check(example, case, config, folder, expected):
+    """Returns the parameters: their logits are those expected, and they become the same file again."""
     shape, map_ = shape_of(example, case, config), architectures.find(config["model_type"])
     params = load(example, shape, map_, folder / "model.safetensors")
     found = jax.jit(lambda params, batch: example.logits(params, batch, shape))(params, reference.inputs(case))
@@ -52,7 +53,7 @@ def check(example, case, config, folder, expected, out):
     source = st.load_file(folder / "model.safetensors")
     assert written.keys() == source.keys()
     assert all(np.array_equal(written[name], source[name]) for name in source)
-    st.save_file({name: np.ascontiguousarray(x) for name, x in written.items()}, out, metadata={"format": "pt"})
+    return params
 
 
 @pytest.mark.parametrize("case", GOLDEN)
@@ -60,7 +61,7 @@ def test_logits_and_names_are_those_of_transformers(example, case, tmp_path):
     golden = GOLDEN[case]
     arrays = {name: reference.draw(name, shape) for name, shape in golden["arrays"].items()}
     st.save_file(arrays, tmp_path / "model.safetensors")
-    check(example, case, golden["config"], tmp_path, golden["logits"], tmp_path / "out.safetensors")
+    check(example, case, golden["config"], tmp_path, golden["logits"])
 
 
 @pytest.mark.forms(1)
@@ -90,7 +91,13 @@ def test_transformers_loads_what_is_exported(example, case, tmp_path):
     tuned.mkdir()
     (tuned / "config.json").write_text(json.dumps(config))
     expected = reference.logits(kind, source, reference.inputs(case))
-    check(example, case, config, source, expected, tuned / "model.safetensors")
+    params = check(example, case, config, source, expected)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(1, {"params": jax.tree.map(jnp.asarray, params)}, {})
+    checkpoints.close()
+    out = tuned / "model.safetensors"
+    export(tmp_path / "checkpoints", 1, out, names=config["model_type"], max_shard_size="1KB")
+    assert not out.exists() and (tuned / "model.safetensors.index.json").exists()
     before, after = (kind.from_pretrained(folder).state_dict() for folder in (source, tuned))
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name].numpy(), after[name].numpy()) for name in before)
