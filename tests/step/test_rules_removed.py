@@ -248,7 +248,7 @@ def made_usages():
 def state_observations():
     """Yields functions that derive, check and reduce the model state of a leaf of each dtype."""
     number = jnp.array([0.3, 1e4, 33.3, 2.7])
-    leaves = [number.astype(x) for x in ("bfloat16", "complex64", "int32", "int4", "bool")]
+    leaves = [number.astype(x) for x in ("float32", "bfloat16", "complex64", "int4", "bool")]
     leaves.append(jax.random.split(jax.random.key(0), 4))
     for x, kind in itertools.product(leaves, agreement.KINDS):
         yield lambda x=x, kind=kind: agreement.declared_reductions({"a": kind}, {"a": x[0]})
