@@ -31,7 +31,7 @@ from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import abstract, check_names, named_leaves, replace_leaves
 from spmdkit.foundation.user_code import call_user
 from spmdkit.mesh import mesh
-from spmdkit.program import auto, compile_log, compiler, memory, padding_check, parameter_groups, phases
+from spmdkit.program import auto, compile_log, compiler, memory, packing_check, padding_check, parameter_groups, phases
 from spmdkit.program import groups as program_groups
 from spmdkit.program.choose_lowering import choose_form
 from spmdkit.program.dispatch_limit import most_in_flight
@@ -370,8 +370,12 @@ class Program:
             state, metrics = other.step(state, batch)
             self.checks, self._stepped, self._returned = other.checks, other._stepped, other._returned
             return state, metrics
-        if batch.mask is not None and self.probe_padding and not self._probed:
-            self.check_padding(state, batch)
+        if self.probe_padding and not self._probed:
+            if batch.mask is not None:
+                self.check_padding(state, batch)
+            if packing_check.packed_features(batch) and "loss" in self.traced.out_info[1]:
+                loss = lambda changed: self._forward(state, changed)["metric"]["loss"]
+                packing_check.check(loss, batch, self._task_step.what)
             self._probed = True
         number, due = 0, list[tuple[bool, jax.stages.Compiled]]()
         if self.phases:
@@ -436,11 +440,14 @@ class Program:
     def check_padding(self, state: TrainState, batch: Batch) -> None:
         """Rejects a step with results that depend on the contents of padding rows; see `spmdkit.program.padding_check`.
         Waits for the device."""
-        whole, shapes = NamedSharding(self.mesh, PartitionSpec()), (self.abstract_state, self.abstract_batch)
-        forward = self._compile(padding_check.lowered_forward(self.traced, *shapes, self.state_sharding, whole))
-        grid = self.feed.grid(len(jax.tree.leaves(batch.examples)[0]))
-        if effects := padding_check.changes(functools.partial(forward, state), batch, grid, whole):
+        whole, grid = NamedSharding(self.mesh, PartitionSpec()), self.feed.grid(len(jax.tree.leaves(batch.examples)[0]))
+        if effects := padding_check.changes(functools.partial(self._forward, state), batch, grid, whole):
             raise padding_check.refused_step(effects, self._task_step.what, self.feed.ends)
+
+    @functools.cached_property
+    def _forward(self) -> jax.stages.Compiled:
+        whole, shapes = NamedSharding(self.mesh, PartitionSpec()), (self.abstract_state, self.abstract_batch)
+        return self._compile(padding_check.lowered_forward(self.traced, *shapes, self.state_sharding, whole))
 
     # ---- arrays
 
