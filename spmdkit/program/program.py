@@ -359,7 +359,8 @@ class Program:
         reducer's warm-up or validation. A batch of other lengths than `train_data` is traced and compiled once.
 
         Raises:
-            ConfigError: padding rows of a short batch would count, or the reducer rejects the first step.
+            ConfigError: padding rows of a short batch would count, packed documents are not independent, or the reducer
+                rejects the first step.
         """
         if self.may_be_donated:
             check_not_donated(state, "program.step")
@@ -377,6 +378,7 @@ class Program:
                 loss = lambda changed: self._forward(state, changed)["metric"]["loss"]
                 packing_check.check(loss, batch, self._task_step.what)
             self._probed = True
+            vars(self).pop("_forward", None)  # releases its memory
         number, due = 0, list[tuple[bool, jax.stages.Compiled]]()
         if self.phases:
             last = self._stepped if self._stepped is not None and self._stepped[0] is state.step else None
