@@ -173,7 +173,7 @@ class Schedule:
     def steps_per_epoch(self) -> int:
         """Number of batches in one pass."""
         if self.buckets:
-            return sum(self._num_batches(len(bucket.examples), self.batch_size) for bucket in self.buckets)
+            return sum(map(self._num_in_bucket, range(len(self.buckets))))
         if self.shares:
             return max(self._alone(process).steps_per_epoch for process in range(len(self.shares)))
         return self._own_steps if self.epoch_steps is None else self.epoch_steps
@@ -284,17 +284,13 @@ class Schedule:
 
     def _in_bucket(self, number: int) -> tuple[int, int]:
         """Returns (the bucket of a batch, its step in the schedule of this bucket)."""
-        epoch, place = self._place(number)[0], number - 1
-        if self.shuffle:
-            order = Schedule(self.steps_per_epoch, 1, (self.seed + 1) * 2**32 - 1)
-            place = int(order.batch(number)[0][0])
-        place %= self.steps_per_epoch
-        for i, bucket in enumerate(self.buckets):
-            num = self._num_batches(len(bucket.examples), self.batch_size)
-            if place < num:
-                return i, epoch * num + place + 1
-            place -= num
-        raise AssertionError("a batch of no bucket")
+        epoch, place = divmod(number - 1, self.steps_per_epoch)
+        buckets, counts = _bucket_order(self, epoch)
+        i = int(buckets[place])
+        return i, epoch * self._num_in_bucket(i) + int(counts[place]) + 1
+
+    def _num_in_bucket(self, i: int) -> int:
+        return self._num_batches(len(self.buckets[i].examples), self.batch_size)
 
     def _of_bucket(self, i: int) -> Schedule:
         examples, what = len(self.buckets[i].examples), f"{self.what} up to length {self.buckets[i].length}"
@@ -397,6 +393,19 @@ def _chunk(schedule: Schedule, epoch: int, first: int, size: int) -> np.ndarray:
     indices = permute(positions, schedule.num_examples, schedule.seed, epoch) if schedule.shuffle else positions
     indices.flags.writeable = False  # shared by all callers through the cache
     return indices
+
+
+@functools.lru_cache(maxsize=2)
+def _bucket_order(schedule: Schedule, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (the bucket of each batch of an epoch, the number of batches of this bucket before it in the epoch)."""
+    each = [schedule._num_in_bucket(i) for i in range(len(schedule.buckets))]
+    buckets, places = np.repeat(np.arange(len(each)), each), np.arange(sum(each), dtype=np.int64)
+    if schedule.shuffle:
+        buckets = buckets[permute(places, len(places), (schedule.seed + 1) * 2**32 - 1, epoch)]
+    counts = np.empty(len(places), np.int64)
+    for i, num in enumerate(each):
+        counts[buckets == i] = np.arange(num)
+    return buckets, counts
 
 
 @functools.lru_cache(maxsize=64)
