@@ -24,8 +24,11 @@ def evaluation_sets(eval_data: Any, train_data: Any) -> Any:
     without `train_data` a mapping of mappings or sources, is several. Streams among the data are open.
 
     Raises:
-        ConfigError: only some values have the structure of `train_data`; the name of a set is empty or has a slash.
+        ConfigError: it is a list of sets; only some values have the structure of `train_data`; the name of a set is
+            empty or has a slash.
     """
+    if isinstance(eval_data, list) and eval_data and train_data is not None:
+        _refuse_list_of_sets(eval_data[0], train_data)
     if not isinstance(eval_data, Mapping) or not eval_data:
         return eval_data
     if train_data is None:
@@ -49,6 +52,20 @@ def evaluation_sets(eval_data: Any, train_data: Any) -> Any:
             f"eval_data has a set named {bad[0]!r}. Its metrics are named NAME/loss. Use text without a slash."
         )
     return EvaluationSets(eval_data)
+
+
+def _refuse_list_of_sets(first: Any, train_data: Any) -> None:
+    """Raises ConfigError if the first item of a list is a set of examples: arrays with one dim more than those of an
+    example, or data of a library."""
+    leaves, example = jax.tree.leaves(first), jax.tree.leaves(open_data(train_data, "train_data").element())
+    is_library = any(
+        hasattr(leaf, "__iter__") and not hasattr(leaf, "shape") and not isinstance(leaf, str) for leaf in leaves
+    )
+    if is_library or [np.ndim(leaf) for leaf in leaves] == [len(leaf.shape) + 1 for leaf in example]:
+        raise ConfigError(
+            "eval_data is a list of data sets, and a list is one set of examples. Several sets have names: "
+            'eval_data={"clean": a, "hard": b}.'
+        )
 
 
 def _is_array(data: Any) -> bool:

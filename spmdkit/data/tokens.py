@@ -82,6 +82,8 @@ def tokens(file: str | Path, context: int, dtype: str | None = None, end: int | 
     path, starts = Path(file), None
     if not path.is_file():
         raise ConfigError(f"sk.tokens: {path} is not a file. Write the tokens with array.tofile, or correct the path.")
+    if context < 1:
+        raise ConfigError(f"sk.tokens: context is {context}. An example has at least 1 token. Pass context=1024.")
     index = path.with_suffix(".idx")
     if index.is_file():
         if dtype is not None or end is not None:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.support.common_tasks import BATCH, ROWS, STEPS, plain
+from tests.support.common_tasks import BATCH, ROWS, STEPS, loss_of, plain
 
 IN_ORDER = "data.shuffle=false"
 
@@ -274,3 +274,14 @@ def test_13_endless_synthetic_data(user):
     x = np.stack([drawn[i] for i in range(STEPS * BATCH)])
     same(user.train(IN_ORDER), plain({"x": x, "y": np.stack([x.sum(1)] * 8, 1)}))
     user.train(run="shuffled")
+
+
+def test_14_batch_size_warm_up(user):
+    user.with_lines(1 + 1, config="batch_size: {0: 8, 2: 16}\n")
+    params, losses = {"w": jnp.zeros((4, 8)), "b": jnp.zeros(8)}, []
+    for first, last in ((0, 8), (8, 16), (16, 32), (0, 16)):
+        loss, grads = jax.value_and_grad(loss_of)(params, {name: x[first:last] for name, x in ROWS.items()})
+        params = jax.tree.map(lambda x, grad: x - 0.1 * grad, params, grads)
+        losses.append(loss)
+    np.testing.assert_allclose(user.train(IN_ORDER), losses, rtol=1e-5)
+    user.continues_bitwise(IN_ORDER)

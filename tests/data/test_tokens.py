@@ -66,6 +66,8 @@ def test_bad_files_are_rejected(tmp_path):
     for context, dtype in ((1, "uint16"), (5, "uint8")):
         with pytest.raises(ConfigError, match=rf"5 bytes.*context={context}"):
             sk.tokens(tmp_path / "t.bin", context, dtype)
+    with pytest.raises(ConfigError, match=r"context is 0.*at least 1 token"):
+        sk.tokens(tmp_path / "t.bin", 0, "uint8")
     path = megatron(tmp_path, DOCUMENTS)
     with pytest.raises(ConfigError, match=r"Remove dtype="):
         sk.tokens(path, 4, "uint16")

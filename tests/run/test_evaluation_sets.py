@@ -64,6 +64,9 @@ def test_errors_of_sets():
         evaluation_sets({"a": A, "b": X}, A)
     with pytest.raises(ConfigError, match=r"eval_data has a set named 'a/b'"):
         evaluation_sets({"a/b": A}, A)
+    for sets in ([A, B], [iter([1, 2])]):
+        with pytest.raises(ConfigError, match=r"eval_data is a list of data sets.*\"clean\": a"):
+            evaluation_sets(sets, A)
 
 
 def test_streams_and_arrays_as_sets():
