@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -57,10 +57,12 @@ def evaluation_sets(eval_data: Any, train_data: Any) -> Any:
 def _refuse_list_of_sets(first: Any, train_data: Any) -> None:
     """Raises ConfigError if the first item of a list is a set of examples: arrays with one dim more than those of an
     example, or data of a library."""
-    leaves, example = jax.tree.leaves(first), jax.tree.leaves(open_data(train_data, "train_data").element())
-    is_library = any(
-        hasattr(leaf, "__iter__") and not hasattr(leaf, "shape") and not isinstance(leaf, str) for leaf in leaves
+    is_iterable: Callable[[Any], bool] = lambda x: (
+        hasattr(x, "__iter__") and not isinstance(x, str | Mapping | tuple | list)
     )
+    leaves = jax.tree.leaves(first, is_leaf=is_iterable)
+    example = jax.tree.leaves(open_data(train_data, "train_data").element())
+    is_library = any(is_iterable(leaf) and not hasattr(leaf, "shape") for leaf in leaves)
     if is_library or [np.ndim(leaf) for leaf in leaves] == [len(leaf.shape) + 1 for leaf in example]:
         raise ConfigError(
             "eval_data is a list of data sets, and a list is one set of examples. Several sets have names: "
