@@ -151,6 +151,7 @@ METRICS = {
     "counts": (lambda h, b: sk.bincount(b["label"], CLASSES), "as a sum"),
     "two": (lambda h, b: sk.mean(h) + sk.mean(h / h.max()), "mixed across rows"),
     "callback": (lambda h, b: sk.mean(callback(h)), "unknown"),
+    "derived of a tree": (lambda h, b: sk.derived(lambda t: t["h"], {"h": h.sum(), "zero": jnp.zeros(2)}), "as a sum"),
     "mean of ones": (lambda h, b: sk.mean(jnp.ones(3)), "not at all"),
     "mean of the number": (lambda h, b: sk.mean(jnp.full(3, 1.0 * len(h))), "mixed across rows"),
     "mean of shares": (

@@ -25,7 +25,7 @@ from spmdkit.step.dataflow.flow import NONE, Flow
 from spmdkit.step.dataflow.keys import key_uses
 from spmdkit.step.dataflow.walk import flows_of
 from spmdkit.step.metrics.aggregates import Max
-from spmdkit.step.metrics.base import Metric
+from spmdkit.step.metrics.base import Metric, is_metric
 from spmdkit.step.metrics.mean import Mean, Means
 from spmdkit.step.metrics.user_metric import CustomMetric
 from spmdkit.step.model_state.dependence import dependence
@@ -270,7 +270,7 @@ def _parts(metric: Any, flows: Any) -> list[tuple[Any, Any]]:
     """Returns the (metric, flows) that a metric consists of."""
     if isinstance(metric, Means):
         return list(zip(metric.parts, flows.parts, strict=True))
-    if metric.crosses == "by part":
+    if is_metric(metric) and metric.crosses == "by part":
         pairs = zip(metric.parts, flows.parts, strict=True)
         return list(itertools.chain.from_iterable(_parts(*pair) for pair in pairs))
     return [(metric, flows)]
@@ -298,7 +298,7 @@ def _metric_rows(metric: Any, flows: Any) -> Rows:
         return "mixed across rows"
     if all(f.tag == "zero" for f in parts):
         return "not at all"
-    sums = all(f.how in ("none", "total") and f.degree == 1 for f in parts)
+    sums = all(f.tag == "zero" or (f.how in ("none", "total") and f.degree == 1) for f in parts)
     return "as a sum" if sums else "mixed across rows"
 
 
