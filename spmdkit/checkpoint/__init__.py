@@ -14,7 +14,7 @@ from spmdkit.checkpoint.record import ignored_entries
 from spmdkit.checkpoint.retention import remove
 from spmdkit.checkpoint.run_directory import checkpoints_of_run, prepare_run_dir, run_lock
 from spmdkit.checkpoint.state_dict import leaf_table, nest
-from spmdkit.checkpoint.weights import mean_of_groups
+from spmdkit.checkpoint.weights import merged
 
 __all__ = [
     "DAMAGED_MARK",
@@ -30,7 +30,7 @@ __all__ = [
     "inspect",
     "leaf_table",
     "ls",
-    "mean_of_groups",
+    "merged",
     "nest",
     "newest_step",
     "prepare_run_dir",

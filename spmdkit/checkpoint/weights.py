@@ -219,24 +219,32 @@ def _checkpoint(directory: Location, saved: record.Record, stack: contextlib.Exi
     }
 
 
-def mean_of_groups(array: np.ndarray) -> np.ndarray:
-    """Reduces [groups, ...] to [...]: the mean for floats, the first element for other dtypes."""
+def merged(array: np.ndarray, kind: str | None = None) -> np.ndarray:
+    """Reduces [groups, ...] to [...], as an evaluation does. `kind`: mean, sum, max or identical (the first element);
+    default: the mean for floats, otherwise identical."""
     is_float = jax.numpy.issubdtype(array.dtype, jax.numpy.inexact)
+    kind = kind or ("mean" if is_float else "identical")
+    if kind in ("identical", "max"):
+        return array[0] if kind == "identical" else np.asarray(array.max(0))
     wide = np.promote_types(array.dtype, np.float32) if array.dtype.kind == "f" else np.float32
-    mean: np.ndarray = array.astype(wide).mean(0).astype(array.dtype) if is_float else array[0]
-    return mean
+    array, dtype = array.astype(wide) if is_float else array, array.dtype
+    return np.asarray((array.mean(0) if kind == "mean" else array.sum(0)).astype(dtype))
 
 
 def one_copy(saved: record.Record, arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
-    """Returns the arrays of a checkpoint with the mean of groups of replicas that train separately, if it has any."""
+    """Returns the arrays of a checkpoint with those of groups of replicas merged, if it has any."""
+    kinds = saved.user.get("state_reduction")
+    grouped = FIELDS if saved.user.get("groups") else () if kinds is None else ("model_state",)
 
-    def mean(array: LazyArray) -> LazyArray:
-        every = slice(0, array.shape[0])
-        fetch: Callable[[Box], np.ndarray] = lambda box: mean_of_groups(array.fetch((every, *box)))
+    def one(path: str, array: LazyArray) -> LazyArray:
+        field, _, name = path.partition("/")
+        if field not in grouped:
+            return array
+        every, kind = slice(0, array.shape[0]), (kinds or {}).get(name) if field == "model_state" else None
+        fetch: Callable[[Box], np.ndarray] = lambda box: merged(array.fetch((every, *box)), kind)
         return LazyArray(array.name, array.shape[1:], array.dtype, fetch)
 
-    grouped = FIELDS if saved.user.get("groups") else ()
-    return {path: mean(array) if path.split("/")[0] in grouped else array for path, array in arrays.items()}
+    return {path: one(path, array) for path, array in arrays.items()}
 
 
 def _orbax_folder(folder: Path, step: int | str | None) -> Path | None:

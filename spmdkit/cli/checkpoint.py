@@ -103,7 +103,7 @@ def checkpoint_export(
         from spmdkit.program.opening import task_of
 
         config = load_config(Path(run) / "config.yaml")
-        grouped = checkpoint.mean_of_groups if record.get("groups") else None
+        grouped = checkpoint.merged if record.get("groups") else None
         return evaluated_arrays(config, task_of(config), arrays, grouped)
 
     where, parts = checkpoint.checkpoints_of_run(run), what.split(",")

@@ -157,6 +157,12 @@ class Program:
         return self._step_context.options.reducer
 
     @property
+    def separate_state_reduction(self) -> dict[str, str] | None:
+        """The reductions of model state that exists [groups, ...], for groups of replicas; None for one copy."""
+        is_separate = self.stateful and (self.groups is not None or self._state_groups is not None)
+        return dict(self.state_reduction) if is_separate else None
+
+    @property
     def num_replicas(self) -> int:
         """The number of replicas that compute a gradient."""
         return mesh.count(self.sizes, ("replica", *self.data_axes))

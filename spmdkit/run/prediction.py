@@ -109,10 +109,9 @@ def of_rows(predict_fn: Callable[..., Any], found: dict[Literal["structure"], An
                     f"predict_fn returned {describe(leaf)}{where} for {num} rows. The first "
                     "dim of each result is the rows of the batch. Return one row of numbers per example."
                 )
-        mask = example_mask()
         arrays = {f"result {path or 'predictions'}": leaf for path, leaf in named_leaves(results)}
         found["structure"] = jax.tree.structure(results), {name: x.dtype for name, x in arrays.items()}
-        arrays["mask"] = jnp.ones(num, bool) if mask is None else mask
+        arrays |= {} if examples.mask is None else {"mask": example_mask()}
 
         def spread(x: jax.Array) -> Bincount:
             x = x.astype(jnp.uint8) if x.dtype == bool else x
@@ -134,8 +133,8 @@ def _joined(program: Program, state: TrainState, found: dict[Literal["structure"
         parts = list[dict[str, np.ndarray]]()
         for metrics in batches:
             arrays = {key: np.asarray(metric.value) for key, metric in jax.device_get(metrics).items()}
-            kept = arrays.pop("mask").astype(bool)
-            parts.append({key: x[kept] for key, x in arrays.items()})
+            kept = arrays.pop("mask", np.True_).astype(bool)
+            parts.append({key: x[kept] if kept.ndim else x for key, x in arrays.items()})
         structure, dtypes = found["structure"]
         leaves = [np.concatenate([part[x] for part in parts]).astype(dtype) for x, dtype in dtypes.items()]
         joined[name] = jax.tree.unflatten(structure, leaves)

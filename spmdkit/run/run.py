@@ -334,6 +334,7 @@ class Run:
             "versions": self.reporter.environment["versions"],
             "eval_params": self.program.has_eval_params,
             "groups": None if self.program.groups is None else self.program.groups.num,
+            "state_reduction": self.program.separate_state_reduction,
             "mesh": {axis: size for axis, size in self.program.sizes.items() if size > 1},
             "randomness": rng.identity(),
             "hooks": self.hook_runner.state(),

@@ -30,6 +30,8 @@ TRAINED = {
     "inspect a step that is not there": (79, ("checkpoint", "inspect", "run", "--step", "7"), Parts(requested="step 7", found="run/checkpoints has steps 2", rule="a record.json in it", repair="step 2.")),
     "export over a file": (78, ("checkpoint", "export", "run", "task.py"), Parts(requested="task.py", found="exists", rule="Nothing is overwritten", repair="another name")),
     "export in an unknown format": (78, ("checkpoint", "export", "run", "out", "--format", "safetensor"), Parts(requested="'safetensor'", rule="safetensors, orbax", repair="Did you mean 'safetensors'")),
+    "export of nothing": (78, ("checkpoint", "export", "run"), Parts(requested="checkpoint export", rule="nothing to write", repair="Name OUT, --stablehlo FILE")),
+    "export of no predict_fn": (78, ("checkpoint", "export", "run", "--stablehlo", "out"), Parts(requested="checkpoint export --stablehlo", found="the task has none", repair="Task(predict_fn=...)")),
     "export of two steps": (78, ("checkpoint", "export", "run", "out", "--best", "--step", "2"), Parts(requested="--step 2 and --best", rule="Each selects a state", repair="Omit one")),
     "export of what was not kept": (79, ("checkpoint", "export", "run", "out", "--what", "ema"), Parts(requested="export of ema", found=("params, rng, step", "no ema"), repair="Set ema")),
     "export below a file": (74, ("checkpoint", "export", "run", "task.py/out"), Parts(requested="task.py/out", found="FileExistsError: [Errno 17]", rule="writable", repair="another path")),

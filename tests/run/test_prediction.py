@@ -1,5 +1,7 @@
 """`predict`: the results of `Task.predict_fn` for every row of a data set, on every mesh."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -79,6 +81,29 @@ def stream(shard, num_shards, seed):
 def test_rows_of_a_stream_or_of_training_keep_their_order(tmp_path, data):
     found = predicted(config(tmp_path, {"data": 4}, 4), data, predict_fn=lambda params, batch: batch["x"])
     assert np.array_equal(found, ROWS["x"])
+
+
+@pytest.mark.parametrize("form", [{"model_state": "replica"}, {"sync": {"local_sgd": {"every": 2}}}])
+def test_the_state_of_groups_is_exported_as_it_is_evaluated(tmp_path, form):
+    def fn(params, state, batch):
+        return (batch["x"] - state["mean"]) @ params["w"] * state["num"].astype(np.float32) + state["largest"]
+
+    def loss(params, state, batch, key):
+        x, num = batch["x"], state["num"] + batch["x"].shape[0]
+        new = {"mean": x.mean(0), "num": num, "largest": jax.numpy.abs(x).max()}
+        return sk.mean(fn(params, state, batch).sum(-1) - batch["y"]), {}, new
+
+    empty = {"mean": jax.numpy.zeros(4), "num": jax.numpy.int32(0), "largest": jax.numpy.float32(0)}
+    kinds = {"num": "sum", "largest": "max"}
+    task = sk.Task(lambda key: sk.Variables(init(key), empty), loss, optax.sgd(0.1), ROWS, ROWS, state_reduction=kinds)
+    made = config(tmp_path, {"data": 2}, 2, row_mixing="warn", **form)
+    cluster, task = join(ClusterSpec(), made.devices), dataclasses.replace(task, predict_fn=fn)
+    sk.train(made, cluster, task)
+    found = predict(made, cluster=cluster, task=task)
+    state = sk.load_params(tmp_path, "model_state")
+    np.testing.assert_allclose(fn(sk.load_params(tmp_path), state, ROWS), found, rtol=1e-5, atol=1e-5)
+    warm = sk.build(config(tmp_path / "warm", {"data": 4}, 4, init_from=str(tmp_path), **form), task, jax.devices()[:4])
+    assert np.array_equal(warm.init().model_state["num"], [state["num"]] * 4)
 
 
 def test_predictions_that_depend_on_other_rows_are_reported(tmp_path, capsys):

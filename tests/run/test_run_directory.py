@@ -123,7 +123,7 @@ def test_moving_average_is_evaluated_and_exported(tmp_path):
     result = train(config, make_task())
     folder = tmp_path / "run" / "checkpoints"
     for which in ("params", "ema"):
-        checkpoint.export(folder, None, tmp_path / f"{which}.safetensors", which=which)
+        checkpoint.export(folder, None, tmp_path / f"{which}.safetensors", what=[which])
     ema = load_file(tmp_path / "ema.safetensors")["w"]
     params = load_file(tmp_path / "params.safetensors")["w"]
     assert not np.array_equal(ema, params)

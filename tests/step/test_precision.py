@@ -60,7 +60,7 @@ def test_the_average_of_bfloat16_parameters_moves(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c")
     checkpoints.save(10, state, {})
     checkpoints.close()
-    export(tmp_path / "c", None, tmp_path / "ema.safetensors", which="ema")
+    export(tmp_path / "c", None, tmp_path / "ema.safetensors", what=["ema"])
     (exported,) = load_file(tmp_path / "ema.safetensors").values()
     assert exported.dtype == np.float32
     np.testing.assert_array_equal(exported, state.ema)
