@@ -1,10 +1,12 @@
 """Examples/s of each kind of data, next to a plain loop of the same library in the same process.
 
     python benchmarks/streams.py [KIND ...]
+    python benchmarks/streams.py --wait      the time that steps of 10 ms wait for data
 
 Batches of 256 rows of 512 int32 on the host, from 16 files of 1,000 rows. Each kind runs in its own process, which
-alternates the plain loop and 1, 8 and 16 shards; medians of three. Then memory, open files and the time to restore a
-position and read its first batch. Kinds whose package is missing are left out.
+alternates the plain loop and 1, 8 and 16 shards; medians of three. Rates are per second of processor time, which other
+work on the machine changes little. Then memory, open files and the time to restore a position and read its first
+batch. Kinds whose package is missing are left out.
 """
 
 from __future__ import annotations
@@ -26,10 +28,20 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from spmdkit import parquet, stream, tar, tokens
-from spmdkit.data import CheckedStream, Schedule, StreamReader, check_stream, host_batches, open_source, open_stream
+from spmdkit.data import (
+    CheckedStream,
+    Schedule,
+    StreamReader,
+    StreamSchedule,
+    check_stream,
+    host_batches,
+    open_source,
+    open_stream,
+)
 
-FILES, ROWS, WIDTH, BATCH, BLOCK_S = 16, 1000, 512, 256, 0.7
+FILES, ROWS, WIDTH, BATCH, BLOCK_S, WAITED = 16, 1000, 512, 256, 0.7, 200
 FOLDER = Path(tempfile.gettempdir()) / "spmdkit-streams"
+SCHEDULE = StreamSchedule(BATCH, "train_data", always_full=True)
 ARRAY = np.random.default_rng(0).integers(0, 50_000, (FILES * ROWS, WIDTH), np.int32)
 
 
@@ -190,19 +202,62 @@ def our_batches(data: Any, shards: int) -> tuple[Iterator[Any], StreamReader | N
         schedule = Schedule(len(data), BATCH)
         return host_batches(data, schedule, None, 1, None), None
     places = np.arange(BATCH)
-    reader = StreamReader(data, BATCH, shards, [places], places, True, 2)
-    return reader.batches(1, sys.maxsize - 1, lambda step: step), reader
+    reader = StreamReader(data, shards, {BATCH: [places]}, {BATCH: places}, True, 2)
+    return reader.batches(1, sys.maxsize - 1, SCHEDULE), reader
 
 
 def rate(batches: Iterator[Any]) -> float:
-    """Returns rows/s over `BLOCK_S`, after the first batch."""
+    """Returns rows per second of processor time over `BLOCK_S`, after the first batch."""
     next(batches)
-    num, begin = 0, time.perf_counter()
-    while (now := time.perf_counter()) - begin < BLOCK_S:
+    num, begin = 0, time.process_time()
+    while (now := time.process_time()) - begin < BLOCK_S:
         next(batches)
         num += BATCH
     batches.close()  # type: ignore[attr-defined]
     return num / (now - begin)
+
+
+def report_waits() -> None:
+    """Prints the share of the time that steps of 10 ms wait for data that are in memory or memory-mapped."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import spmdkit as sk
+
+    np.save(FOLDER / "rows.npy", ARRAY)
+    kinds = {
+        "arrays in memory": {"x": ARRAY},
+        "memory-mapped arrays": {"x": np.load(FOLDER / "rows.npy", mmap_mode="r")},
+        "`sk.tokens`": tokens(FOLDER / "tokens.bin", WIDTH, "uint16"),
+        "`@sk.stream` function, rows": function,
+        "`sk.tar`": tar_files(),
+        "`sk.tar`, `data.workers: 2`": tar_files(),
+    }
+    print("| kind | input wait of steps of 10 ms, median of five | longest wait, ms |")
+    print("| --- | ---: | ---: |")
+    for name, data in kinds.items():
+        task = sk.Task(lambda key: jnp.zeros(()), lambda p, b, k: sk.scalar(p), optax.sgd(1), train_data=data)
+        config = sk.Config(
+            task="t.py:t",
+            batch_size=BATCH,
+            steps=WAITED,
+            mesh={},
+            devices="cpu:1",
+            data={"workers": 2 * ("workers" in name)},
+        )
+        program = sk.Program(config, task, jax.devices()[:1])
+        shares, longest = [], 0.0
+        for _ in range(5):
+            waits = []
+            with program.feed.stream(1, WAITED) as batches:
+                begin = time.perf_counter()
+                for _step, _batch, wait_s in batches:
+                    waits.append(wait_s)
+                    time.sleep(0.01)
+            shares.append(sum(waits[2:]) / (time.perf_counter() - begin))
+            longest = max(longest, *waits[2:])
+        print(f"| {name} | {median(shares):.3%} | {1e3 * longest:.2f} |", flush=True)
 
 
 def usage() -> tuple[float, int]:
@@ -231,7 +286,7 @@ def measure(name: str) -> dict[str, Any]:
             at = json.loads(json.dumps(reader.position(8)))
             begin = time.perf_counter()
             reader.restore(8, at)
-            next(reader.batches(9, 9, lambda step: step))
+            next(reader.batches(9, 9, SCHEDULE))
             restore = time.perf_counter() - begin
         batches.close()  # type: ignore[attr-defined]
         result["shards"][num] = (median(rates[num]), after[0] - before[0], after[1] - before[1], restore)
@@ -240,6 +295,8 @@ def measure(name: str) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     write_files()
+    if names == ["--wait"]:
+        return report_waits()
     print("| kind | plain rows/s | rows/s with 1, 8, 16 shards | ratio | MiB | open files | restore, s |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name in KINDS:

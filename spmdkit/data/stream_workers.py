@@ -114,7 +114,8 @@ def start_workers(
             "receives a pickle of the stream. Open the data in a function under @sk.stream, or set data.workers: 0."
         ) from error
     try:
-        started += [Worker(data.what, part) for part in parts]
+        for part in parts:
+            started.append(Worker(data.what, part))
         for worker, each_arguments in zip(started, arguments, strict=True):
             worker.send(each_arguments)
     except BaseException:

@@ -69,7 +69,7 @@ class TarShard:
 
     def _sample(self, path: str) -> Sample:
         """Returns the next sample of the file; empty at its end."""
-        if self._tar is None:
+        if self._file is None:
             self._file = open(path, "rb")  # noqa: SIM115  closed by `close`
             self._file.seek(self._offset)
             self._tar = tarfile.TarFile(fileobj=self._file)
@@ -85,7 +85,10 @@ class TarShard:
                 return sample
             if field in sample:
                 raise tarfile.TarError(f"sample {key} has two members {field}")
-            sample[field] = self._tar.extractfile(member).read()
+            self._file.seek(member.offset_data)
+            sample[field] = self._file.read(member.size)
+            if len(sample[field]) < member.size:
+                raise tarfile.ReadError("unexpected end of data")
         self.close()
         self._number, self._offset = self._number + 1, 0
         return sample
