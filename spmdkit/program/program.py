@@ -159,8 +159,8 @@ class Program:
     @property
     def separate_state_reduction(self) -> dict[str, str] | None:
         """The reductions of model state that exists [groups, ...], for groups of replicas; None for one copy."""
-        is_separate = self.stateful and (self.groups is not None or self._state_groups is not None)
-        return dict(self.state_reduction) if is_separate else None
+        has_one_copy = self.groups is None and self._state_groups is None
+        return None if has_one_copy else dict(self.state_reduction)
 
     @property
     def num_replicas(self) -> int:
