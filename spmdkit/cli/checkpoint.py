@@ -7,13 +7,16 @@ import json
 import secrets
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from spmdkit.cli.options import AsJson, one_state
 from spmdkit.errors import CheckpointError, ConfigError
 from spmdkit.foundation.formatting import visible
+
+if TYPE_CHECKING:
+    from spmdkit.config import Config
 
 app = typer.Typer(help="List, inspect, export, verify and remove checkpoints.", no_args_is_help=True)
 
@@ -81,7 +84,7 @@ def checkpoint_export(
     ] = "params",
     format: Annotated[str, typer.Option(help="safetensors or orbax.")] = "safetensors",
     max_shard_size: Annotated[
-        str, typer.Option(help="Above it: OUT-00001-of-0000N.safetensors and OUT.safetensors.index.json.")
+        str, typer.Option(help="A larger model.safetensors is model-0000K-of-0000N.safetensors and an index.")
     ] = "5GB",
     names: Annotated[
         str | None,
@@ -94,7 +97,6 @@ def checkpoint_export(
 ) -> None:
     """Write the plain arrays of a checkpoint, for other tools, or its predict_fn."""
     from spmdkit import checkpoint
-    from spmdkit.config import load_config
 
     one_state(step, best, False, "checkpoint export")
 
@@ -102,7 +104,7 @@ def checkpoint_export(
         from spmdkit.program.eval_params import evaluated_arrays
         from spmdkit.program.opening import task_of
 
-        config = load_config(Path(run) / "config.yaml")
+        config = _config_of(run)
         grouped = checkpoint.merged if record.get("groups") else None
         return evaluated_arrays(config, task_of(config), arrays, grouped)
 
@@ -114,12 +116,23 @@ def checkpoint_export(
 
         if names is not None:
             raise ConfigError("checkpoint export --stablehlo reads arrays by their paths. Omit --names.")
-        export_predict(load_config(Path(run) / "config.yaml"), parts, stablehlo, echo)
+        export_predict(_config_of(run), parts, stablehlo, echo)
         echo(stablehlo)
     if out is not None:
         chosen = "best" if best else step
         checkpoint.export(where, chosen, out, format, parts, evaluated, names, max_shard_size)
         echo(out if out.exists() else f"{out}.index.json")
+
+
+def _config_of(run: str) -> Config:
+    """Returns the config of a run, which names the task. Raises ConfigError if `run` is not its directory."""
+    from spmdkit.config import load_config
+
+    if not (file := Path(run) / "config.yaml").is_file():
+        raise ConfigError(
+            f"checkpoint export {run}: it has no config.yaml, which names the task. Pass a run's directory."
+        )
+    return load_config(file)
 
 
 @app.command("verify", epilog="Example: spmdkit checkpoint verify runs/first")

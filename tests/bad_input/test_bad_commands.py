@@ -31,6 +31,7 @@ TRAINED = {
     "export over a file": (78, ("checkpoint", "export", "run", "task.py"), Parts(requested="task.py", found="exists", rule="Nothing is overwritten", repair="another name")),
     "export in an unknown format": (78, ("checkpoint", "export", "run", "out", "--format", "safetensor"), Parts(requested="'safetensor'", rule="safetensors, orbax", repair="Did you mean 'safetensors'")),
     "export of nothing": (78, ("checkpoint", "export", "run"), Parts(requested="checkpoint export", rule="nothing to write", repair="Name OUT, --stablehlo FILE")),
+    "export of a task without its run": (78, ("checkpoint", "export", "run/checkpoints", "--stablehlo", "out"), Parts(requested="checkpoint export run/checkpoints", found="no config.yaml", rule="names the task", repair="Pass a run's directory")),
     "export of no predict_fn": (78, ("checkpoint", "export", "run", "--stablehlo", "out"), Parts(requested="checkpoint export --stablehlo", found="the task has none", repair="Task(predict_fn=...)")),
     "export of two steps": (78, ("checkpoint", "export", "run", "out", "--best", "--step", "2"), Parts(requested="--step 2 and --best", rule="Each selects a state", repair="Omit one")),
     "export of what was not kept": (79, ("checkpoint", "export", "run", "out", "--what", "ema"), Parts(requested="export of ema", found=("params, rng, step", "no ema"), repair="Set ema")),
