@@ -68,7 +68,7 @@ class ExampleSource:
           ConfigError: the structure, shapes or dtypes of an example differ from example 0.
         """
         rows = self._form.empty(len(indices))
-        if self._read_all is not None and self._read_together(rows, indices.tolist()):
+        if self._reads_together() and self._read_together(rows, indices.tolist(), epoch):
             return self._form.tree(rows)
         previous = -1
         for row, index in enumerate(indices.tolist()):
@@ -79,12 +79,22 @@ class ExampleSource:
             previous = index
         return self._form.tree(rows)
 
-    def _read_together(self, rows: list[np.ndarray], indices: list[int]) -> bool:
+    def _reads_together(self) -> bool:
+        ledger, is_grain = self._access.skipped_rows, self._epoch_stride > 0
+        can_skip = ledger is not None and ledger.limit > 0
+        return not can_skip and (self._read_all is not None or (is_grain and not self._access.retries))
+
+    def _read_together(self, rows: list[np.ndarray], indices: list[int], epoch: int) -> bool:
         """Reads a batch in one call. Returns False if that raised: single reads then name the row."""
-        with contextlib.suppress(Exception):
-            examples = self._access.read(indices[0], lambda: self._read_all(indices))  # type: ignore[misc]
+
+        def read() -> None:
+            of_epoch = (self._data[epoch * self._epoch_stride + index] for index in indices)
+            examples = of_epoch if self._read_all is None else self._read_all(indices)
             for row, (index, example) in enumerate(zip(indices, examples, strict=True)):
-                write_row(rows, row, self._form.leaves(index, example))
+                self._form.write(index, example, rows, row)
+
+        with contextlib.suppress(Exception, SystemExit, GeneratorExit):
+            self._access.read(indices[0], read)
             return True
         return False
 
