@@ -41,11 +41,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The share of the peak that a well-written program reaches: for matrix products, memory and links."""
+    """The share of the peak that a well-written program reaches: for matrix products, memory, links, and kernels that
+    are not XLA's (attention)."""
 
     matmul: float
     memory: float
     link: float
+    kernel: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Chip:
         launch_s: cost of starting one instruction.
         cache_bytes: instructions that move fewer bytes are served by caches (CPU); 0: no caches.
         cache_bytes_per_s: rate of the caches.
+        clock_hz: clock of the matrix unit, in which the TPU compiler estimates cycles.
     """
 
     name: str
@@ -96,6 +99,7 @@ class Chip:
     launch_s: float = 0.0
     cache_bytes: int = 0
     cache_bytes_per_s: float = 0.0
+    clock_hz: float = 0.0
 
     @property
     def limit_bytes(self) -> int:
@@ -115,6 +119,10 @@ class Chip:
         """Returns the seconds of matrix products from dtype -> FLOPs."""
         return sum(flops / (self.peak(dtype) * self.efficiency.matmul) for dtype, flops in by_dtype.items())
 
+    def kernel_s(self, by_dtype: Mapping[str, float]) -> float:
+        """Returns the seconds of a kernel from dtype -> FLOPs."""
+        return self.products_s(by_dtype) * self.efficiency.matmul / self.efficiency.kernel
+
 
 _SLICES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SLICES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
@@ -131,6 +139,7 @@ def _tpu(
     pcie: float,
     largest: tuple[int, ...],
     limit_gib: float,
+    clock_hz: float,
     devices_per_chip: int = 1,
 ) -> Chip:
     """Returns a TPU from the figures of its chip.
@@ -157,6 +166,7 @@ def _tpu(
         wraps_at=16 if is_2d else 4,
         reserved_bytes=int((memory_gib * share - limit_gib) * GIB),
         launch_s=5e-7,
+        clock_hz=clock_hz,
     )
 
 
@@ -183,12 +193,13 @@ def _gpu(name: str, device_kinds: tuple[str, ...], memory_bytes: int, memory_byt
 CHIPS: Mapping[str, Chip] = {
     chip.name: chip
     for chip in (
-        # bfloat16 FLOP/s, GiB, bytes/s of memory, of an ICI link, of the DCN, of PCIe, largest slice, GiB of a program
-        _tpu("v4", ("TPU v4",), 275e12, 32, 1.2e12, 45e9, 6.25e9, 16e9, (16, 16, 16), 30.75),
-        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16, 0.82e12, 45e9, 3.125e9, 16e9, (16, 16), 15.75),
-        _tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 96, 2.765e12, 90e9, 6.25e9, 16e9, (16, 16, 24), 95.74),
-        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32, 1.638e12, 90e9, 12.5e9, 32e9, (16, 16), 31.25),
-        _tpu("7x", ("TPU7x",), 2307e12, 192, 7.38e12, 90e9, 12.5e9, 32e9, (16, 24, 24), 94.75, 2),
+        # bfloat16 FLOP/s, GiB, bytes/s of memory, of an ICI link, of the DCN, of PCIe, largest slice, GiB of a program,
+        # clock
+        _tpu("v4", ("TPU v4",), 275e12, 32, 1.2e12, 45e9, 6.25e9, 16e9, (16, 16, 16), 30.75, 1.05e9),
+        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16, 0.82e12, 45e9, 3.125e9, 16e9, (16, 16), 15.75, 1.5e9),
+        _tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 96, 2.765e12, 90e9, 6.25e9, 16e9, (16, 16, 24), 95.74, 1.75e9),
+        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32, 1.638e12, 90e9, 12.5e9, 32e9, (16, 16), 31.25, 1.75e9),
+        _tpu("7x", ("TPU7x",), 2307e12, 192, 7.38e12, 90e9, 12.5e9, 32e9, (16, 24, 24), 94.75, 2.2e9, 2),
         _gpu("h100", ("NVIDIA H100 80GB HBM3", "NVIDIA H100"), 80 * GIB, 3.35e12),
         _gpu("h200", ("NVIDIA H200",), 141_000_000_000, 4.8e12),
         # A placeholder for one fake device on a laptop's core; `--calibrate` replaces it with measurements of this

@@ -74,6 +74,11 @@ class Collective(HloCollective):
     counted: bool = True
     loop_names: tuple[str, ...] = ()
 
+    @property
+    def bytes_once(self) -> int:
+        """Bytes that one device sends in one execution."""
+        return round(self.size * _factor(self.op, self.group_size))
+
     def as_json(self) -> dict[str, Any]:
         """Returns the row of `plan --json`."""
         return {name: getattr(self, name) for name in _ROW} | {"axes": list(map(shown, self.axes))}

@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 
 from spmdkit.plan.flops import convolution_flops
 from spmdkit.plan.hlo.text import Computation, Instruction, Module
+from spmdkit.plan.kernels import kernel_flops
 
 _SLICES = ("dynamic-slice", "gather", "slice")
-_KERNEL_COST = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
-"""The cost that a kernel declares in the text of the program (written by `spmdkit/ops/kernel.py`)."""
-_FLOATS = ("bf16", "f16", "f32")
 _WINDOW = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
 """Attributes of a window for each spatial dim (for padding, the low side) -> default."""
 
@@ -34,10 +32,7 @@ class Costs:
         if i.opcode in ("dot", "convolution") and len(operands) == 2:
             num_flops = _dot(i, operands) if i.opcode == "dot" else _convolution(i, operands)
             return {(operands[0].shapes[0].dtype, _passes(i)): num_flops}
-        if i.opcode == "custom-call" and (cost := _KERNEL_COST.search(i.attributes)):
-            dtypes = [o.shapes[0].dtype for o in operands if o.shapes and o.shapes[0].dtype in _FLOATS]
-            return {(dtypes[0] if dtypes else "f32", 1): float(cost[1])}
-        return {}
+        return kernel_flops(i, operands) if i.opcode == "custom-call" else {}
 
     def _fused(self, name: str) -> dict[tuple[str, int], float]:
         if name not in self._flops_of:
@@ -61,7 +56,7 @@ class Costs:
             total = min(written, _update_bytes(inner, inner.root, written))
             return total + sum(min(_in_memory(o), reads.get(n, 2**62)) for n, o in enumerate(operands))
         if i.opcode.endswith("-start"):  # (operand, result, context)
-            return 2 * min((s.bytes for s in i.shapes[:2]), default=0)
+            return min((s.bytes for s in i.shapes[:2]), default=0) * sum(s.space == 0 for s in i.shapes[:2])
         return written + sum(map(_in_memory, operands))
 
     def _reads(self, fused: Computation) -> dict[int, int]:

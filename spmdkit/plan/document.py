@@ -42,7 +42,7 @@ from spmdkit.plan.lower_bound import lower_bound_bytes
 from spmdkit.plan.machine.links import link_path_of
 from spmdkit.plan.machine.target import Target
 from spmdkit.plan.memory import memory_without_program
-from spmdkit.plan.roofline import predict_time
+from spmdkit.plan.step_time import predict_time
 from spmdkit.program.memory import shard_bytes
 from spmdkit.program.program import Program
 

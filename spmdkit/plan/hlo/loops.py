@@ -15,13 +15,14 @@ from typing import NamedTuple
 from spmdkit.plan.hlo.text import SAME, Computation, Instruction, Module
 
 _SAME = (*SAME, "opt-barrier", "optimization-barrier")
-_CALLS = {
+CALLS = {
     "fusion": "calls",
     "call": "to_apply",
     "async-start": "calls",
     "call-start": "to_apply",
     "custom-call": "called_computations",
 }
+"""Operation -> the role of the computations that it runs once."""
 _DEPTH = 64
 
 
@@ -87,8 +88,8 @@ def walk(module: Module, scans: Mapping[str, int] | None = None) -> Iterator[Vis
                 for number, name in enumerate(i.called.get("branch_computations", ())):
                     branches = (*here.branches, (i, number))
                     yield from visit(module.computations[name], inside._replace(branches=branches))
-            elif i.opcode in _CALLS:
-                for name in i.called.get(_CALLS[i.opcode], ()):
+            elif i.opcode in CALLS:
+                for name in i.called.get(CALLS[i.opcode], ()):
                     if name in module.computations:
                         yield from visit(module.computations[name], inside)
 
@@ -175,7 +176,7 @@ def _comparison(module: Module, i: Instruction | None, place: _Scope) -> tuple[_
 
 
 def _called(module: Module, i: Instruction) -> Computation | None:
-    names = i.called.get(_CALLS.get(i.opcode, ""))
+    names = i.called.get(CALLS.get(i.opcode, ""))
     return module.computations[names[0]] if names else None
 
 

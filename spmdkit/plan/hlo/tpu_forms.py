@@ -1,4 +1,4 @@
-"""Two forms of collectives that only the TPU compiler emits.
+"""What only the TPU compiler writes: its estimate of cycles, and two forms of collectives.
 
 *Spread over fusions* (async collective fusion): a collective that overlaps with products is written into each fusion
 that it overlaps with, every time with the same channel and an `async_collective_fusion_config`: in the first with a
@@ -35,6 +35,20 @@ def is_continued(module: Module, i: Instruction) -> bool:
     """Returns whether an instruction continues a collective that was started, and counted, in an earlier fusion."""
     starts = 'custom_call_target="AsyncCollectiveStart"'
     return is_spread(i) and not any(starts in other.attributes for other in module.around(i).instructions)
+
+
+def ended_channel(module: Module, i: Instruction) -> str | None:
+    """Returns the channel of the spread collective that a fusion waits for, or None."""
+    inside = module.fused(i).instructions if i.opcode == "fusion" else ()
+    if any('custom_call_target="AsyncCollectiveDone"' in other.attributes for other in inside):
+        return next((other.attribute("channel_id") for other in inside if is_spread(other)), None)
+    return None
+
+
+def estimated_cycles(i: Instruction) -> int | None:
+    """Returns the compiler's estimate of the cycles that an instruction takes, or None."""
+    match = re.search(r'"estimated_cycles":"?(\d+)', i.attributes)
+    return int(match[1]) if match else None
 
 
 def between_slices(i: Instruction, num_devices: int) -> tuple[str, Groups] | None:

@@ -39,6 +39,8 @@ class LinkPath:
         efficiency: share of the peak that is reached.
         latency_s: of one hop.
         crosses: whether the group spans several hosts (GPU) or slices (TPU).
+        channels: the links that are busy meanwhile: dims of the torus, NVLink, the network. Collectives that share none
+            run concurrently.
     """
 
     link: str
@@ -46,6 +48,7 @@ class LinkPath:
     efficiency: float
     latency_s: float
     crosses: bool = False
+    channels: tuple[str, ...] = ()
 
     def seconds(self, num_bytes: float, op: str, group_size: int, runs: int = 1) -> float:
         """Returns the time of a collective from the bytes that one device sends (all `runs` together)."""
@@ -78,25 +81,29 @@ def _hosts(target: Target, group: Sequence[int]) -> LinkPath:
     chip = target.chip
     per_host = Counter(place // chip.devices_per_host for place in group)
     if len(per_host) == 1 or chip.kind == "cpu":
-        return LinkPath(chip.inner.name, chip.inner.bytes_per_s, chip.efficiency.link, chip.inner.latency_s)
+        inner = chip.inner
+        return LinkPath(inner.name, inner.bytes_per_s, chip.efficiency.link, inner.latency_s, False, (inner.name,))
     rate = min(chip.inner.bytes_per_s, chip.outer.bytes_per_s * min(per_host.values()))
-    return LinkPath(chip.outer.name, rate, chip.efficiency.link, chip.outer.latency_s, crosses=True)
+    channels = (chip.outer.name, chip.inner.name) if min(per_host.values()) > 1 else (chip.outer.name,)
+    return LinkPath(chip.outer.name, rate, chip.efficiency.link, chip.outer.latency_s, True, channels)
 
 
 def _torus(target: Target, members: Sequence[Any]) -> LinkPath:
     chip = target.chip
     slices = Counter(getattr(device, "slice_index", 0) or 0 for device in members)
     if len(slices) > 1:
-        rate = chip.outer.bytes_per_s * min(slices.values())
-        fastest = 2 * chip.torus_dims * chip.inner.bytes_per_s
-        return LinkPath(chip.outer.name, min(rate, fastest), chip.efficiency.link, chip.outer.latency_s, crosses=True)
-    rate = 0.0
+        outer = chip.outer
+        rate = min(outer.bytes_per_s * min(slices.values()), 2 * chip.torus_dims * chip.inner.bytes_per_s)
+        return LinkPath(outer.name, rate, chip.efficiency.link, outer.latency_s, True, (outer.name,))
+    rate, channels = 0.0, []
     for axis in range(chip.torus_dims):
         num = len({device.coords[axis] for device in members})
         if num > 1:
+            channels.append(f"{chip.inner.name} {axis}")
             length = target.topology[axis] if axis < len(target.topology) else num
             is_ring = num == length and length % chip.wraps_at == 0
             rate += chip.inner.bytes_per_s * (2 if is_ring else 1)
     if not rate:  # the two devices of one chip
-        return LinkPath("on chip", chip.memory_bytes_per_s, chip.efficiency.memory, chip.inner.latency_s / 10)
-    return LinkPath(chip.inner.name, rate, chip.efficiency.link, chip.inner.latency_s)
+        latency_s = chip.inner.latency_s / 10
+        return LinkPath("on chip", chip.memory_bytes_per_s, chip.efficiency.memory, latency_s, False, ("on chip",))
+    return LinkPath(chip.inner.name, rate, chip.efficiency.link, chip.inner.latency_s, False, tuple(channels))

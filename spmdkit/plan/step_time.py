@@ -1,0 +1,367 @@
+"""`predict_time`: the time of one step, by a walk through the schedule of the compiled program, and the bill.
+
+    instruction       the compiler's cycles / clock where it reports them (TPU), otherwise
+                      max(FLOPs / arithmetic, bytes / memory) + launch
+    collective        bytes sent / rate of the link + hops x latency (links.py), after those ahead of it on that link
+    blocking          the device waits for it
+    start and done    the instructions between the two run meanwhile; at the done the device waits for the rest
+    loop              the time of its body x trip count
+    step              the end of the last instruction + transfers of state from and to host memory + the host's call
+
+The part of a collective in which the device waits is *exposed*. Instructions run one at a time. Collectives on
+different links (two ICI dims, NVLink and the network) run concurrently.
+
+FLOPs are read from the program, so repeated work and recomputation (remat) cost time here. MFU is a share of model
+FLOPs, counted from the jaxpr without remat. The bytes of an instruction are its reads and writes in main memory.
+Caches, stragglers and other traffic are not modelled; without cycles, nor is the fill of the matrix unit.
+
+Source: Williams, Waterman, Patterson, "Roofline" (CACM 2009); "How to Scale Your Model", chapter "All About Rooflines".
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdkit.foundation.formatting import shown_axes
+from spmdkit.plan.attribution import OF_DATA_PARALLELISM
+from spmdkit.plan.collectives_bill import Bill, Collective
+from spmdkit.plan.costs import Costs
+from spmdkit.plan.hlo import loops
+from spmdkit.plan.hlo.collectives import OPCODES
+from spmdkit.plan.hlo.text import Computation, Instruction, Module
+from spmdkit.plan.hlo.tpu_forms import ended_channel, estimated_cycles
+from spmdkit.plan.kernels import target_of
+from spmdkit.plan.machine.links import LinkPath, link_path_of
+from spmdkit.plan.machine.target import Target
+
+CYCLES = 1.02
+"""Time of an instruction / (estimated cycles / clock): one factor for v5e, v5p, v6e and 7x, fitted to seven published
+runs of MaxText (jax 0.10.2, libtpu 0.0.42, 2026-11)."""
+_HOST_SPACE = 5
+_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "f64": "float32"}
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain", "opt-barrier",
+    "optimization-barrier", "partition-id", "replica-id", "iota", "add-dependency", "async-update",
+}  # fmt: skip
+"""Operations without a cost; they pass on the result of a collective that is not complete."""
+_MARKERS = (
+    "ConcatBitcast",
+    "AllocateBuffer",
+    "AssumeGatherIndicesInBound",
+    "PrepareAsyncCallStart",
+    "PrepareAsyncCallDone",
+)
+"""Custom calls of the TPU compiler that do nothing on the device."""
+
+
+@dataclass(frozen=True)
+class LinkTime:
+    """Seconds per step that a device's links of one kind are busy, and the part for which the device waits."""
+
+    busy_s: float
+    exposed_s: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Time:
+    """Predicted time of one step.
+
+    Attributes:
+        seconds: `arithmetic`, `memory`: instructions bound by the matrix unit or by main memory; `launch`: starting
+            instructions; `host`: transfers of state from and to host memory.
+        links: `ici fsdp` (the link and the mesh axes) -> seconds.
+        hlo_flops: FLOPs of products on one device, all executions.
+        memory_bytes: bytes that one device reads and writes.
+        guessed: number of loops of unknown length, which count as one iteration.
+    """
+
+    seconds: dict[str, float]
+    links: Mapping[str, LinkTime]
+    hlo_flops: float
+    memory_bytes: float
+    guessed: int = 0
+
+    @property
+    def step_s(self) -> float:
+        """The predicted time of the step."""
+        return sum(self.seconds.values()) + sum(link.exposed_s for link in self.links.values())
+
+    @property
+    def bound(self) -> str:
+        """The part that takes most of the step."""
+        parts = {name.replace("host", "host memory"): s for name, s in self.seconds.items()}
+        parts |= {f"link {name}": link.exposed_s for name, link in self.links.items()}
+        return max(parts, key=lambda name: parts[name])
+
+    def parts(self) -> dict[str, float]:
+        """Returns part of the step -> seconds; their sum is the time of the step."""
+        named = self.seconds | {name: link.exposed_s for name, link in self.links.items()}
+        return {name: seconds for name, seconds in named.items() if seconds > 0}
+
+
+def predict_time(
+    target: Target,
+    module: Module,
+    bill: Bill,
+    devices: Sequence[Any],
+    *,
+    scans: Mapping[str, int] | None = None,
+    host_bytes: int = 0,
+    call_s: float = 0.0,
+) -> Time:
+    """Returns the predicted time of one step.
+
+    Args:
+        devices: of the mesh, flattened.
+        scans: op_name -> length of the jaxpr's scans, for loops without a trip count in the HLO text.
+        host_bytes: state of one device that is stored in host memory between steps; used if the text shows no transfer
+            from or to host memory.
+        call_s: host time of one call of the step.
+    """
+    walk = _Walk(target, module, bill, devices, scans)
+    step = walk.timeline(module.entry, None)
+    seconds = {part: step.seconds[part] for part in ("arithmetic", "memory", "launch", "host")}
+    seconds["launch"] += call_s
+    if not walk.has_host_transfers:
+        seconds["host"] = 2 * host_bytes / target.chip.host_link.bytes_per_s
+    sent: dict[str, int] = defaultdict(int)
+    for c in bill.collectives:
+        if c.counted:
+            sent[_link_name(link_path_of(target, devices, c), c)] += c.bytes_at_least
+    order = sorted(sent, key=lambda name: -step.busy[name])
+    links = {name: LinkTime(step.busy[name], step.exposed[name], sent[name]) for name in order}
+    return Time(seconds, links, step.flops, step.num_bytes, len(walk.unknown_loops))
+
+
+def _link_name(path: LinkPath, c: Collective) -> str:
+    return f"{path.link} {shown_axes(c.axes) or 'all'}"
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """A collective, or a copy, that runs beside the instructions.
+
+    Attributes:
+        name: of the link in `Time.links`, or of the part in `Time.seconds`.
+        channels: what it occupies; transfers on one channel run one after the other.
+        ahead: the transfer that it waits for.
+    """
+
+    name: str
+    channels: tuple[str, ...]
+    finish_s: float
+    ahead: _Transfer | None
+
+
+def _zeros() -> dict[str, float]:
+    return defaultdict(float)
+
+
+@dataclass(eq=False)
+class _Timeline:
+    """One execution of a computation, from its start.
+
+    Attributes:
+        seconds: part -> seconds of instructions.
+        busy, exposed: name of a transfer -> its seconds, and the seconds in which the device waits for it.
+        occupied: channel -> seconds.
+        last: channel -> the transfer that was started last.
+        pending: instruction -> the transfer that a reader of its result waits for.
+        ready_s: instruction -> time at which its result is complete.
+    """
+
+    now_s: float = 0.0
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    seconds: dict[str, float] = field(default_factory=_zeros)
+    busy: dict[str, float] = field(default_factory=_zeros)
+    exposed: dict[str, float] = field(default_factory=_zeros)
+    occupied: dict[str, float] = field(default_factory=_zeros)
+    last: dict[str, _Transfer] = field(default_factory=dict)
+    pending: dict[str, _Transfer] = field(default_factory=dict)
+    ready_s: dict[str, float] = field(default_factory=dict)
+
+    def run(self, part: str, seconds: float) -> None:
+        """Adds the time of an instruction."""
+        self.seconds[part] += seconds
+        self.now_s += seconds
+
+    def operands_ready_s(self, i: Instruction) -> float:
+        """Returns the time at which all operands of an instruction are complete."""
+        return max((self.ready_s.get(name, 0.0) for name in i.operands), default=0.0)
+
+    def start(self, name: str, channels: tuple[str, ...], seconds: float, begin_s: float) -> _Transfer:
+        """Starts a transfer at `begin_s`, or when the earlier ones on its channels are complete."""
+        queue = [self.last[channel] for channel in channels if channel in self.last]
+        ahead = max(queue, key=lambda transfer: transfer.finish_s, default=None)
+        begin_s = begin_s if ahead is None else max(begin_s, ahead.finish_s)
+        transfer = _Transfer(name, channels, begin_s + seconds, ahead)
+        self.busy[name] += seconds
+        for channel in channels:
+            self.occupied[channel] += seconds
+            self.last[channel] = transfer
+        return transfer
+
+    def wait(self, transfer: _Transfer) -> None:
+        """Waits for the end of a transfer; the time of those ahead of it on its channel is theirs."""
+        if transfer.finish_s > self.now_s:
+            if transfer.ahead is not None:
+                self.wait(transfer.ahead)
+            self.exposed[transfer.name] += transfer.finish_s - self.now_s
+            self.now_s = transfer.finish_s
+
+    def add(self, inner: _Timeline, times: int = 1) -> None:
+        """Adds the executions of a called computation. Its transfers delay the running ones on the same channels."""
+        for transfer in {*self.last.values(), *self.pending.values()}:
+            if transfer.finish_s > self.now_s:
+                transfer.finish_s += times * max(inner.occupied[channel] for channel in transfer.channels)
+        self.now_s += times * inner.now_s
+        self.flops += times * inner.flops
+        self.num_bytes += times * inner.num_bytes
+        for total, part in (
+            (self.seconds, inner.seconds),
+            (self.busy, inner.busy),
+            (self.exposed, inner.exposed),
+            (self.occupied, inner.occupied),
+        ):
+            for name, seconds in part.items():
+                total[name] += times * seconds
+
+
+class _Walk:
+    """Walks through the computations of a program in the order of the schedule."""
+
+    def __init__(
+        self, target: Target, module: Module, bill: Bill, devices: Sequence[Any], scans: Mapping[str, int] | None
+    ):
+        self._target, self._module, self._scans = target, module, scans
+        self._costs = Costs(module)
+        self._collectives = {c.names[0]: (c, link_path_of(target, devices, c)) for c in bill.collectives}
+        self.unknown_loops: set[str] = set()
+        self.has_host_transfers = False
+
+    def timeline(self, computation: Computation, site: loops.Site | None) -> _Timeline:
+        """Returns one execution of a computation."""
+        line = _Timeline()
+        for i in computation.instructions:
+            awaited = [line.pending[name] for name in i.operands if name in line.pending]
+            if i.opcode in _FREE:
+                if awaited:
+                    line.pending[i.name] = max(awaited, key=lambda transfer: transfer.finish_s)
+                line.ready_s[i.name] = line.operands_ready_s(i)
+                continue
+            for transfer in awaited:
+                line.wait(transfer)
+            self._execute(i, line, loops.Site(i, site))
+            line.ready_s[i.name] = line.now_s
+        for transfer in line.pending.values():
+            line.wait(transfer)
+        for part in ("memory", "host"):  # waits for copies
+            line.seconds[part] += line.exposed.pop(part, 0.0)
+        return line
+
+    def _execute(self, i: Instruction, line: _Timeline, inside: loops.Site) -> None:
+        called: Callable[[str], list[_Timeline]] = lambda role: [
+            self.timeline(self._module.computations[name], inside) for name in i.called.get(role, ())
+        ]
+        if i.opcode == "while":
+            trips = loops.trip_count(self._module, i, inside.outer, self._scans)
+            if trips is None:
+                self.unknown_loops.add(i.name)
+            for role, extra in (("body", 0), ("condition", 1)):
+                for inner in called(role):
+                    line.add(inner, 1 if trips is None else trips + extra)
+        elif i.opcode == "conditional":
+            line.add(max(called("branch_computations"), key=lambda branch: branch.now_s))
+        elif i.opcode == "call":
+            for inner in called("to_apply"):
+                line.add(inner)
+        elif sent := list(self._sent_by(i)):
+            self._communicate(i, sent, line)
+        elif i.opcode.endswith("-start"):
+            self._start(i, called(loops.CALLS.get(i.opcode, "")), line)
+        elif i.opcode == "recv-done":
+            if received := next((name for name in line.pending if name.startswith("received ")), None):
+                line.wait(line.pending.pop(received))
+        elif not i.opcode.endswith("-done"):
+            self._compute(i, line)
+        if (channel := ended_channel(self._module, i)) is not None and channel in line.pending:
+            line.wait(line.pending.pop(channel))
+
+    def _sent_by(self, i: Instruction) -> Iterator[Instruction]:
+        """Yields the collectives that an instruction is or calls."""
+        if i.name in self._collectives:
+            yield i
+        elif i.opcode in loops.CALLS:
+            for name in i.called.get(loops.CALLS[i.opcode], ()):
+                for inner in self._module.computations[name].instructions:
+                    yield from self._sent_by(inner)
+
+    def _communicate(self, i: Instruction, sent: Sequence[Instruction], line: _Timeline) -> None:
+        """Starts the collectives of an instruction; waits for them unless a later instruction does."""
+        blocking = []
+        for inner in sent:
+            c, path = self._collectives[inner.name]
+            early = self._starts_early(c)
+            begin_s = line.operands_ready_s(i) if early else line.now_s
+            seconds = path.seconds(c.bytes_once, c.op, c.group_size)
+            transfer = line.start(_link_name(path, c), path.channels, seconds, begin_s)
+            if inner.opcode == "send":
+                line.pending[f"received {i.name}"] = transfer
+            elif i.opcode.endswith("-start") or early:
+                line.pending[i.name] = transfer
+            elif c.is_async:
+                line.pending[inner.attribute("channel_id") or ""] = transfer
+            else:
+                blocking.append(transfer)
+        if i.opcode == "fusion":
+            self._compute(i, line)
+        for transfer in blocking:
+            line.wait(transfer)
+
+    def _starts_early(self, c: Collective) -> bool:
+        """Returns whether a collective runs beside the instructions though the text does not show it: XLA's GPU
+        scheduler starts those of data parallelism when their operands are ready; fake devices have no async ones."""
+        return self._target.chip.kind == "gpu" and self._target.compiler == "cpu" and c.cause in OF_DATA_PARALLELISM
+
+    def _start(self, i: Instruction, called: Sequence[_Timeline], line: _Timeline) -> None:
+        """Starts a copy, or a computation, that runs beside the instructions."""
+        chip, num_bytes = self._target.chip, self._costs.bytes(i)
+        arrays = [*i.shapes, *(shape for operand in self._module.operands(i) for shape in operand.shapes)]
+        if any(shape.space == _HOST_SPACE for shape in arrays):
+            self.has_host_transfers = True
+            seconds = min(shape.bytes for shape in i.shapes[:2]) / chip.host_link.bytes_per_s
+            line.pending[i.name] = line.start("host", ("host",), seconds, line.now_s)
+            return
+        seconds = sum(inner.now_s for inner in called) if called else chip.memory_s(num_bytes)
+        line.flops += sum(inner.flops for inner in called)
+        line.num_bytes += sum(inner.num_bytes for inner in called) if called else num_bytes
+        line.pending[i.name] = line.start("memory", ("memory",), seconds, line.now_s)
+
+    def _compute(self, i: Instruction, line: _Timeline) -> None:
+        chip, cycles = self._target.chip, estimated_cycles(i) if self._target.chip.clock_hz else None
+        flops, num_bytes = self._costs.flops(i), self._costs.bytes(i)
+        if not (flops or cycles or (num_bytes and self._is_work(i))):
+            return
+        by_dtype = {_DTYPES.get(dtype, dtype): passes * num for (dtype, passes), num in flops.items()}
+        arithmetic_s = chip.kernel_s(by_dtype) if i.opcode == "custom-call" else chip.products_s(by_dtype)
+        memory_s = chip.memory_s(num_bytes)
+        part = "arithmetic" if arithmetic_s > memory_s else "memory"
+        if cycles is None:
+            line.run(part, max(arithmetic_s, memory_s))
+            line.run("launch", chip.launch_s)
+        else:
+            line.run(part, CYCLES * cycles / chip.clock_hz)
+        line.flops += sum(flops.values())
+        line.num_bytes += num_bytes
+
+    def _is_work(self, i: Instruction) -> bool:
+        """Returns whether an instruction without FLOPs moves data itself: markers do not, nor do fusions that only
+        start, send or end a collective."""
+        if i.opcode == "custom-call":
+            return target_of(i) not in _MARKERS
+        return i.opcode != "fusion" or not any(inner.opcode in OPCODES for inner in self._module.fused(i).instructions)
