@@ -19,6 +19,7 @@ from spmdkit.cli.checkpoint import echo
 from spmdkit.cli.options import AsJson, ConfigPath, Overrides, one_state
 from spmdkit.faults import run_process
 from spmdkit.foundation.formatting import visible
+from spmdkit.foundation.json_output import print_json
 
 if TYPE_CHECKING:
     from spmdkit.cluster import Cluster
@@ -107,7 +108,7 @@ def eval(
     if cluster.is_main:
         plain = {name: x if isinstance(x, float) else x.tolist() for name, x in values.items()}  # arrays of sk.bincount
         if json_:
-            print(json.dumps({"step": step, **plain}))
+            print_json({"step": step, **plain})
         else:
             shown = (f"{name} {x:.6g}" if isinstance(x, float) else f"{name} {x}" for name, x in plain.items())
             echo(f"step {step} eval  " + "  ".join(shown))

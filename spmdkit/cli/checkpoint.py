@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import secrets
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 from spmdkit.cli.options import AsJson, one_state
 from spmdkit.errors import CheckpointError, ConfigError
 from spmdkit.foundation.formatting import visible
+from spmdkit.foundation.json_output import print_json
 
 if TYPE_CHECKING:
     from spmdkit.config import Config
@@ -40,7 +40,7 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
     attempt = unfinished(Path(run) if isinstance(folder, checkpoint.Remote) else folder.parent)
     if json_:
         step = None if attempt is None or attempt.alive else attempt.step
-        print(json.dumps({"checkpoints": rows, "ignored": ignored, "left_at_step": step}))
+        print_json({"checkpoints": rows, "ignored": ignored, "left_at_step": step})
         return
     for row in rows:
         values = [f"{k} {v:.6g}" for k, v in (row.get("metrics") or {}).items() if v is not None]
@@ -63,7 +63,7 @@ def checkpoint_inspect(run: RunDir, step: Step = None, json_: AsJson = False) ->
 
     contents = checkpoint.inspect(checkpoint.checkpoints_of_run(run), step)
     if json_:
-        print(json.dumps(contents))
+        print_json(contents)
         return
     echo(f"step {contents['step']}")
     for path, leaf in contents["leaves"].items():
@@ -143,7 +143,7 @@ def checkpoint_verify(run: RunDir, step: Step = None, json_: AsJson = False) -> 
 
     rows = checkpoint.verify(checkpoint.checkpoints_of_run(run), step)
     if json_:
-        print(json.dumps({"checkpoints": rows}))
+        print_json({"checkpoints": rows})
     for row in [] if json_ else rows:
         verdict = "good" if row["good"] else f"DAMAGED: {row['found']}"
         echo(f"{row['step']:>8}  {row['leaves']} leaves, {format_bytes(row['bytes'])}  {verdict}")

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import io
-import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.json_output import reserve_stdout
 
 
-def _keep_for_ourselves(requested: bool) -> bool:
-    """Redirects file descriptor 1 to standard error, except for Python's own standard output.
-
-    Gloo's C++ code prints there from several threads without a lock, so a reader could not separate its lines from the
-    result. If sys.stdout is not the process's standard output (a calling program, a test), nothing is changed.
-    """
-    out = sys.stdout
-    if requested and isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
-        out.flush()
-        descriptor = os.dup(1)
-        os.dup2(2, 1)
-        sys.stdout = open(descriptor, "w", encoding=out.encoding, errors=out.errors)  # noqa: SIM115
+def _reserve_stdout(context: typer.Context, requested: bool) -> bool:
+    if requested:
+        context.call_on_close(reserve_stdout())
     return requested
 
 
 AsJson = Annotated[
     bool,
-    typer.Option("--json", callback=_keep_for_ourselves, help="Print one JSON object and nothing else."),
+    typer.Option("--json", callback=_reserve_stdout, help="Print one JSON object and nothing else."),
 ]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)]
 Overrides = Annotated[

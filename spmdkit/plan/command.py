@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from spmdkit.config import Config, load_config, replace_keys, to_short_yaml
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
 from spmdkit.foundation.formatting import visible
+from spmdkit.foundation.json_output import print_json
 from spmdkit.plan.compare import as_written, compare, read_plan, show_comparison
 from spmdkit.plan.document import Document, plan_program, problem_of
 from spmdkit.plan.machine.calibrate import calibrate, describe, rates_file, with_measured
@@ -97,7 +97,7 @@ def _print(document: Document, options: PlanOptions) -> None:
 
         write_page(document, options.html)
     if options.as_json:
-        print(json.dumps(document))
+        print_json(document)
         return
     show(document)
     for written in (options.html, options.write):
@@ -144,7 +144,7 @@ def _run_search(config: Config, machine: Target, options: PlanOptions) -> Docume
     rows = [candidate.as_json() for candidate in ranking.candidates]
     if ranking.best is None:
         if options.as_json:
-            print(json.dumps({"target": machine.name, "fits": False, "candidates": rows}))
+            print_json({"target": machine.name, "fits": False, "candidates": rows})
         else:
             show_candidates(rows)
         raise ranking.nothing_fits()
@@ -179,6 +179,6 @@ def _run_diff(path: Path, other: Path, overrides: list[str], options: PlanOption
     plans = read(path, overrides), read(other, [])
     with as_written(*(file for file in (path, other) if file.suffix == ".json")):
         if options.as_json:
-            print(json.dumps(compare(*plans)))
+            print_json(compare(*plans))
         else:
             show_comparison(*plans, (str(path), str(other)))

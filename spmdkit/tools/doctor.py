@@ -3,7 +3,6 @@ a launch."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from spmdkit.cluster import Cluster, detect_cluster, join
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.foundation.formatting import columns, format_bytes, visible
+from spmdkit.foundation.json_output import print_json
 from spmdkit.foundation.timeouts import DOCTOR_COLLECTIVE_S
 from spmdkit.mesh.mesh import make_mesh, resolve
 from spmdkit.metrics.environment import device_groups
@@ -45,7 +45,7 @@ def examine(config: Config | None, burn_text: str | None, as_json: bool) -> int:
     )
     report = diagnose(cluster, config, burn_s)
     if cluster.is_main and as_json:
-        print(json.dumps(report))
+        print_json(report)
     elif cluster.is_main:
         text: Callable[[Any], Any] = lambda value: (
             ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value

@@ -16,6 +16,7 @@ from spmdkit.config import Config, parameter_server
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.formatting import shown
+from spmdkit.foundation.json_output import print_json
 from spmdkit.program import source_digest
 from spmdkit.verify import cases
 from spmdkit.verify.diagnosis import pattern
@@ -56,7 +57,7 @@ def run_verify(config: Config, options: VerifyOptions, *, as_json: bool) -> int:
     """Prints the report; returns 0 if every case equals one device and every mutant is caught, else 1."""
     report = verify_config(config, options, lambda text: print(text, file=sys.stderr, flush=True))
     if as_json:
-        print(json.dumps(report))
+        print_json(report)
     else:
         print_report(report)
     return 0 if report["passed"] else 1

@@ -3,16 +3,18 @@
 import contextlib
 import io
 import json
+from pathlib import Path
 
 import jax
 import pytest
 
+from spmdkit.cli import main
 from spmdkit.errors import ConfigError
 from spmdkit.plan.command import PlanOptions, make_plan, run_plan
 from spmdkit.plan.machine.target import target_of
 from spmdkit.plan.table import WIDTH, console, show
 from spmdkit.run.loop import train
-from tests.support.plan_files import config, write
+from tests.support.plan_files import TASK, config, write
 
 WIDE, LAYERS, BATCH = 64, 4, 64
 
@@ -33,6 +35,16 @@ def test_the_json_has_every_key_of_the_contract(plan):
     assert all(keys <= row.keys() for row in plan["collectives"])
     assert {"path", "shape", "dtype", "spec", "memory_kind", "bytes", "reason"} <= plan["layout"][0].keys()
     assert (plan["target"], plan["num_devices"], plan["mesh"]["fsdp"]) == ("cpu:8", 8, 4)
+
+
+def test_what_user_code_prints_is_not_in_the_json(tmp_path, capsys):
+    chatty = tmp_path / "chatty.py"
+    chatty.write_text(Path(TASK.removesuffix(":task")).read_text() + "print('loaded')\n")
+    main(["plan", str(write(tmp_path, task=f"{chatty}:task")), "--json"])
+    out, errors = capsys.readouterr()
+    assert json.loads(out)["fits"] and "loaded" in errors
+    print("restored")
+    assert capsys.readouterr().out == "restored\n"
 
 
 def test_figures_of_a_plan_by_hand(plan):

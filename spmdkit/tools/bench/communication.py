@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from spmdkit.config import Config
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.foundation import files
 from spmdkit.foundation.formatting import columns, format_bytes, format_seconds, format_value, visible
+from spmdkit.foundation.json_output import print_json
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.report.communication import communication_page
 from spmdkit.program import allocator
@@ -73,7 +73,7 @@ def run_communication(config: Config, cluster: Cluster, options: ComparisonOptio
     if out is not None:
         written = _write(result, out)
         if options.as_json:
-            print(json.dumps(files.strict_json(result)))
+            print_json(files.strict_json(result))
         else:
             for line in [*table(result), *written]:
                 print(visible(line))

@@ -8,7 +8,6 @@ are bitwise equal to those of the undisturbed run, unless the config allows a fa
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from spmdkit.faults.injection.fault import CHANGES_RESULTS, CHECKPOINT_FAULTS, N
 from spmdkit.foundation.constants import is_step_name
 from spmdkit.foundation.files import write_json, write_text
 from spmdkit.foundation.formatting import format_seconds, visible
+from spmdkit.foundation.json_output import print_json
 from spmdkit.launch import launch
 from spmdkit.launch.membership import Elasticity
 from spmdkit.metrics.report.drill import drill_page
@@ -84,7 +84,7 @@ def _run_both(request: DrillRequest, config: Config, faults: Sequence[Fault], ne
     write_json(folder / "drill.json", result)
     write_text(folder / "drill.html", drill_page(result))
     if request.as_json:
-        print(json.dumps(result))
+        print_json(result)
     else:
         for line in summary_lines(result):
             print(visible(line))
