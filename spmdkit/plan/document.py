@@ -38,8 +38,9 @@ from spmdkit.plan.collectives_bill import Bill, Collective
 from spmdkit.plan.compiled_step import CompiledStep, read_compiled, read_program
 from spmdkit.plan.findings import Finding
 from spmdkit.plan.flops import Arithmetic, count
+from spmdkit.plan.jaxpr_lines import paths
 from spmdkit.plan.lower_bound import lower_bound_bytes
-from spmdkit.plan.machine.links import link_path_of
+from spmdkit.plan.machine.links import link_path_of, parts_of
 from spmdkit.plan.machine.target import Target
 from spmdkit.plan.memory import memory_without_program
 from spmdkit.plan.step_time import predict_time
@@ -230,10 +231,20 @@ def _computed(
 
 def tokens_of_batch(program: Program) -> int | None:
     """Returns the tokens of a global batch: the size of the largest integer leaf [batch, positions]; None for a task
-    without one."""
+    without one. A leaf of T + 1 positions of which the step reads the first T and the last T has T."""
     leaves = jax.tree.leaves(program.abstract_batch.examples)
-    sizes = [x.shape[0] * x.shape[1] for x in leaves if len(x.shape) == 2 and x.dtype.kind in "iu" and x.shape[1] > 1]
-    return max(sizes, default=None)
+    arrays = [x.shape for x in leaves if len(x.shape) == 2 and x.dtype.kind in "iu" and x.shape[1] > 1]
+    if not arrays:
+        return None
+    rows, positions = max(arrays, key=math.prod)
+    ranges = {
+        (eqn.params["start_indices"][-1], eqn.params["limit_indices"][-1])
+        for eqn, _ in paths(program.traced.jaxpr, program.traced.fun_name)
+        if eqn.primitive.name == "slice" and eqn.invars[0].aval.shape[-1:] == (positions,)
+        if eqn.invars[0].aval.dtype.kind in "iu"
+    }
+    shifted = {(0, positions - 1), (1, positions)} <= ranges
+    return int(rows * (positions - shifted))
 
 
 def layout_rows(program: Program) -> list[Document]:
@@ -255,13 +266,10 @@ def layout_rows(program: Program) -> list[Document]:
 
 def places(program: Program, target: Target, most: int = 1024) -> list[dict[str, Any]]:
     """Returns the position of each of the first devices of the mesh, for drawing: chip coordinates, host or slice."""
-    rows = []
-    for number, device in enumerate(list(program.mesh.devices.flat)[:most]):
-        part = getattr(device, "slice_index", 0) or 0
-        if target.chip.kind == "gpu":
-            part = number // target.chip.devices_per_host
+    rows, devices = [], list(program.mesh.devices.flat)[:most]
+    for device, part in zip(devices, parts_of(target, devices), strict=True):
         coords: Sequence[int] = tuple(getattr(device, "coords", ()) or ()) if target.compiler == "tpu" else ()
-        rows.append({"id": int(device.id), "coords": list(coords), "part": int(part)})
+        rows.append({"id": int(device.id), "coords": list(coords), "part": part})
     return rows
 
 

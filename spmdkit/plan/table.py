@@ -126,7 +126,7 @@ def _show_time(document: Mapping[str, Any], out: Console) -> None:
     out.print(_shares(time["parts"], step_s, format_seconds))
     hidden = sum(link["busy_s"] - link["exposed_s"] for link in time["links"].values())
     if hidden > 1e-9:
-        out.print(f"[dim]{format_seconds(hidden)} of the links' time is hidden behind arithmetic[/]")
+        out.print(f"[dim]{format_seconds(hidden)} of the links' time overlaps with instructions[/]")
     if time["loops_of_unknown_length"]:
         out.print(f"[dim]{time['loops_of_unknown_length']} loops of unknown length were taken to run once[/]")
 

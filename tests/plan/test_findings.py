@@ -184,6 +184,35 @@ def test_a_gather_of_a_part_of_a_copy(at, found):
     assert len(messages) == found and all("shard of an array that every device holds" in m for m in messages)
 
 
+USED = """HloModule used, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: f32[8,64]) -> f32[64,64] {{
+  %x = f32[8,64]{{1,0}} parameter(0), metadata={{op_name="batch['x']"}}
+  %cast = bf16[8,64]{{1,0}} convert(%x)
+  %own = f32[8,64]{{1,0}} sine(%{read})
+  ROOT %all-gather = bf16[64,64]{{1,0}} all-gather(%cast), channel_id=1, replica_groups={{{{0,1,2,3,4,5,6,7}}}}, dimensions={{0}}, use_global_device_ids=true
+}}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("read, found", [("x", 0), ("cast", 0), ("other", 1)])
+def test_a_gather_of_an_argument_with_used_parts(read, found):
+    module = parse(USED.format(read=read))
+    bill = read_bill(module, {"fsdp": 8})
+    step = SimpleNamespace(module=module, bill=bill, scans={}, is_significant=lambda c: True)
+    messages = [f.message for f in pointless_gather.find(step)]
+    assert len(messages) == found and all("before it is used" in m for m in messages)
+
+
+def test_an_axis_inside_a_host_does_not_cross():
+    """On two hosts of four devices, fsdp crosses and expert does not, though one collective spans both."""
+    made, settings = bad_programs.axis_crosses_slow_links()
+    program = program_of(made, **settings | {"mesh": {"fsdp": 2, "expert": 4}})
+    found = [f for f in read_program(program, TWO_HOSTS).findings if f.code == "axis-crosses-slow-links"]
+    assert [f.message.split(" (")[0] for f in found] == ["fsdp"]
+    assert found[0].fix.startswith("mesh: {replica: 2, expert: 4}, if it fits")
+
+
 @pytest.mark.tpu
 def test_padding_by_the_tpu_compiler():
     done = in_process("tpu:v5e:2x4", "padding_waste", "padded to full tiles")

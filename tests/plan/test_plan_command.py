@@ -6,14 +6,20 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+import spmdkit as sk
 from spmdkit.cli import main
 from spmdkit.errors import ConfigError
 from spmdkit.plan.command import PlanOptions, make_plan, run_plan
+from spmdkit.plan.document import tokens_of_batch
 from spmdkit.plan.machine.target import target_of
 from spmdkit.plan.table import WIDTH, console, show
 from spmdkit.run.loop import train
+from tests.support.core_runs import program_of
 from tests.support.plan_files import TASK, config, write
 
 WIDE, LAYERS, BATCH = 64, 4, 64
@@ -63,6 +69,17 @@ def test_figures_of_a_plan_by_hand(plan):
     assert 0.5 * least < plan["collective_bytes"] < 4 * least
 
 
+@pytest.mark.parametrize("shifted, tokens", [(True, 16 * 12), (False, 16 * 13)])
+def test_tokens_are_the_positions_that_are_predicted(shifted, tokens):
+    def loss(params, batch, key):
+        read, target = (batch["tokens"][:, :-1], batch["tokens"][:, 1:]) if shifted else (batch["tokens"],) * 2
+        return sk.mean(((params["table"][read].sum(-1) - target.astype(jnp.float32)) ** 2).mean(-1))
+
+    init = lambda key: {"table": jnp.zeros((32, 8)), "unused": jnp.zeros((0, 8))}
+    made = sk.Task(init, loss, optax.sgd(0.1), train_data={"tokens": np.zeros((16, 13), np.int32)})
+    assert tokens_of_batch(program_of(made, mesh={"data": 8}, batch_size=16)) == tokens
+
+
 def test_remat_adds_flops_to_the_program_alone(plan):
     again = make_plan(config(remat="full"))
     assert again["model_flops"] == plan["model_flops"]
@@ -84,7 +101,10 @@ def test_the_table_fits_a_hundred_columns(plan):
     out = console()
     with out.capture() as captured:
         show(plan, out)
+        hidden = {"cpu fsdp": {"busy_s": 3e-3, "exposed_s": 1e-3, "bytes": 8}}
+        show(plan | {"time": plan["time"] | {"links": hidden}}, out)
     text = captured.get()
+    assert "2 ms of the links' time overlaps with instructions" in text
     assert max(map(len, text.splitlines())) <= WIDTH
     for part in ("Memory", "fits", "Wire", "Time", "MFU", "Findings", "cpu:8", "data 2 x fsdp 4"):
         assert part in text

@@ -32,6 +32,8 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             continue
         argument = origin_of(step.module, visit)
         if argument and "params" not in argument and "opt_state" not in argument:
+            if _are_parts_used(step.module, visit.instruction):
+                continue
             yield Finding(
                 "gather-of-unsharded",
                 (
@@ -54,6 +56,19 @@ def find(step: CompiledStep) -> Iterator[Finding]:
                 c.source,
                 "Remove the constraint that shards it (sk.shard), or use the shards as they are.",
             )
+
+
+def _are_parts_used(module: Module, gather: Instruction) -> bool:
+    """Returns whether an instruction other than a gather reads the shard that a gather sends, or a cast of it."""
+    computation, reader = module.around(gather), gather
+    while (part := computation.operand(reader)) is not None:
+        others = [user for user in computation.users[part.name] if user is not reader]
+        if any(user.opcode.removesuffix("-start") != "all-gather" for user in others):
+            return True
+        if part.opcode not in SAME and not (part.opcode == "fusion" and len(part.operands) == 1):
+            return False
+        reader = part
+    return False
 
 
 def _is_sliced_from_full(module: Module, gather: Instruction, group_size: int) -> bool:

@@ -6,14 +6,14 @@ gradient alone. Gathers of ZeRO 3 or sums of tensor parallelism cross in every l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.mesh.mesh import MODEL_AXES
 from spmdkit.plan.collectives_bill import Collective
 from spmdkit.plan.compiled_step import CompiledStep
 from spmdkit.plan.findings import Finding
-from spmdkit.plan.machine.links import link_path_of
+from spmdkit.plan.machine.links import crossing_axes, link_path_of
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
@@ -21,24 +21,21 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     target = step.target
     if target is None or target.num_slices < 2:
         return
-    devices, parts, sizes = list(step.program.mesh.devices.flat), target.num_slices, step.program.sizes
-    crossing: dict[str, list[Collective]] = {}
+    mesh, parts, sizes = step.program.mesh, target.num_slices, step.program.sizes
+    devices, crossing = list(mesh.devices.flat), set(MODEL_AXES) & crossing_axes(target, mesh)
+    rows_of: dict[str, list[Collective]] = {}
     for c in step.bill.rows:
         if step.is_significant(c) and link_path_of(target, devices, c).crosses:
-            for axis in (axis for axis in c.axes if axis in MODEL_AXES):
-                crossing.setdefault(axis, []).append(c)
-    for axis, rows in crossing.items():
+            for axis in (axis for axis in c.axes if axis in crossing):
+                rows_of.setdefault(axis, []).append(c)
+    for axis, rows in rows_of.items():
         around = sizes["replica"] * sizes["data"]
         if around % parts == 0:  # only replicas need to cross; the device order prevents it
-            fix = (
-                f"Reorder the mesh so that replica ({parts}) is the axis between hosts or slices: replica: {parts}, "
-                f"data: {around // parts}."
-            )
+            repaired = _mesh({**sizes, "replica": parts, "data": around // parts})
+            fix = f"Reorder the mesh so that replica ({parts}) is the axis between hosts or slices: {repaired}."
         elif sizes[axis] % parts == 0:
-            fix = (
-                f"mesh: {{replica: {parts * sizes['replica']}, {axis}: {sizes[axis] // parts}}}, if it fits: only "
-                "the gradient crosses then."
-            )
+            repaired = _mesh({**sizes, "replica": parts * sizes["replica"], axis: sizes[axis] // parts})
+            fix = f"{repaired}, if it fits: only the gradient crosses then."
         else:
             continue
         sent = sum(c.bytes_at_least for c in rows)
@@ -53,3 +50,8 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             step.config_line(f"mesh.{axis}") or max(rows, key=lambda c: c.bytes_at_least).source,
             fix,
         )
+
+
+def _mesh(sizes: Mapping[str, int]) -> str:
+    """Returns the setting of a mesh."""
+    return f"mesh: {{{', '.join(f'{axis}: {n}' for axis, n in sizes.items() if n > 1)}}}"

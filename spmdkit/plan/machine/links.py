@@ -25,6 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from jax.sharding import Mesh
+
 from spmdkit.plan.collectives_bill import Collective
 from spmdkit.plan.machine.target import Target
 
@@ -75,6 +78,19 @@ def link_path_of(target: Target, devices: Sequence[Any], collective: Collective)
     groups = collective.groups or ((0,),)
     paths = [link_path(target, devices, g) for g in (groups if collective.op == "collective_permute" else groups[:1])]
     return min(paths, key=lambda path: path.bytes_per_s)
+
+
+def parts_of(target: Target, devices: Sequence[Any]) -> list[int]:
+    """Returns the host (GPU) or slice of each device of the flattened mesh."""
+    if target.chip.kind == "gpu":
+        return [place // target.chip.devices_per_host for place in range(len(devices))]
+    return [int(getattr(device, "slice_index", 0) or 0) for device in devices]
+
+
+def crossing_axes(target: Target, mesh: Mesh) -> set[str]:
+    """Returns the mesh axes along which some devices are on different hosts or slices."""
+    parts = np.array(parts_of(target, list(mesh.devices.flat))).reshape(mesh.devices.shape)
+    return {axis for n, axis in enumerate(mesh.axis_names) if (parts != parts.take([0], axis=n)).any()}
 
 
 def _hosts(target: Target, group: Sequence[int]) -> LinkPath:
