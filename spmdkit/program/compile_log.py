@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterator
 
 MARK = b"ematerialization"
+END = b"\0"
+"""Written at the end of the block."""
 MAX_LINES = 64
 MAX_BYTES = 4096
 """Maximum line length, which bounds memory if the compiler's output has no line breaks."""
@@ -34,27 +36,33 @@ def capture() -> Iterator[list[str]]:
         return
     reader, writer = os.pipe()
     os.dup2(writer, 2)
-    os.close(writer)
-    thread = threading.Thread(target=_forward, args=(reader, real, lines), daemon=True, name="compile-log")
-    thread.start()
+    ended = threading.Event()
+    args = (reader, real, lines, ended)
+    threading.Thread(target=_forward, args=args, daemon=True, name="compile-log").start()
     try:
         yield lines
     finally:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.flush()
-        os.dup2(real, 2)  # closes the only writer: the thread reads to the end and stops
-        thread.join(timeout=10)
-        os.close(real)
+        os.dup2(real, 2)
+        os.write(writer, END)
+        os.close(writer)
+        ended.wait(timeout=10)
 
 
-def _forward(reader: int, real: int, lines: list[str]) -> None:
+def _forward(reader: int, real: int, lines: list[str], ended: threading.Event) -> None:
+    """Forwards the output to the end of the pipe: a process that was started during the block may write longer."""
     rest = b""
     with os.fdopen(reader, "rb", buffering=0) as stream:
         while chunk := stream.read(65536):
+            is_end, chunk = END in chunk, chunk.replace(END, b"")
             with contextlib.suppress(OSError):
                 os.write(real, chunk)
             *whole, rest = (rest + chunk).split(b"\n")
             rest = rest[-MAX_BYTES:]
             for line in whole:
-                if MARK in line and len(lines) < MAX_LINES:
+                if MARK in line and len(lines) < MAX_LINES and not ended.is_set():
                     lines.append(line[:MAX_BYTES].decode(errors="replace"))
+            if is_end:
+                ended.set()
+    os.close(real)

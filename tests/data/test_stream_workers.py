@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,6 +59,12 @@ def fails_at_20(fail):
     return stream(rows)
 
 
+def children():
+    """Returns the ids of the child processes."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
 def divide(_):
     return 1 / 0
 
@@ -78,9 +85,12 @@ def kill(pid):
     ids=["raises", "killed"],
 )
 def test_a_worker_that_fails(fail, words):
-    job = Job(fails_at_20(fail), workers=2)
+    job, before = Job(fails_at_20(fail), workers=2), children()
+    job.step()
+    assert len(children()) == len(before) + 2
     with pytest.raises(UserCodeError, match=words):
         read(job, 10)
+    assert children() == before
 
 
 def test_a_stream_that_cannot_be_sent():

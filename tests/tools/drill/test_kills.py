@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tests.support.forms import slow_except
 from tests.support.libraries import LIBRARIES
 
 pytestmark = pytest.mark.processes
@@ -61,14 +62,15 @@ def task(kind):
 
 @pytest.mark.streams
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11 on torch 2.13
-@pytest.mark.parametrize("kills", [3, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "workers"), slow_except([(3, 0)], [(3, 0), (40, 0), (10, 2)]))
 @pytest.mark.parametrize("kind", ["grain, mix and filter", "hf, map and filter", "torchdata"])
-def test_random_kills_of_a_stream_end_bitwise_equal(drills, kind, kills):
+def test_random_kills_of_a_stream_end_bitwise_equal(drills, kind, kills, workers):
     pytest.importorskip(LIBRARIES[kind][0])
     (drills.path / "data").mkdir()
     LIBRARIES[kind][1](drills.path / "data")  # writes the files
     (drills.path / "task.py").write_text(STREAM_TASK)
     size = [f"task_args.kind={kind!r}", f"steps={6 * kills + 12}", "log.every_steps=1", "data.prefetch=4"]
+    size.append(f"data.workers={workers}")
     options = ["--fault", "kill:random", "--count", str(kills), "--seed", "5"]
     code, output = drills.run("-n", "1", *size, *options, timeout_s=20 * kills, cache=str(drills.path / "cache"))
     assert code == 0, output
