@@ -43,7 +43,7 @@ def _listed(rows: Sequence[int]) -> str:
 def not_finite_rows(batch: HostBatch) -> list[int]:
     """Returns the positions in a batch, without padding, of rows with a NaN or an infinity."""
     leaves = [x for x in jax.tree.leaves(batch.examples) if np.issubdtype(x.dtype, np.inexact)]
-    bad = [~np.isfinite(x.reshape(len(x), -1)).all(axis=1) for x in leaves]
+    bad = [~np.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in leaves]
     if not bad:
         return []
     is_bad = np.logical_or.reduce(bad) & (True if batch.mask is None else batch.mask)

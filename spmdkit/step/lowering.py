@@ -122,7 +122,7 @@ def _mapped(
     own_state = context.sharding.state_groups is not None
 
     def by_replica(x: jax.Array) -> jax.Array:
-        x = x.reshape(num_replica, num_data, -1, *x.shape[1:])
+        x = x.reshape(num_replica, num_data, len(x) // (num_replica * num_data), *x.shape[1:])
         return constrain(context, x, ("replica",), context.sharding.data_axes, context.sharding.inner_axes)
 
     rows, mask = jax.tree.map(by_replica, (batch, context.mask))
@@ -143,7 +143,7 @@ def _mapped(
     over_all = jax.vmap(over_data, in_axes, axis_name="replica", spmd_axis_name=replica)
     sums, new_state = over_all(states, rows, mask)
     if own_state:
-        new_state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new_state)
+        new_state = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), new_state)
         sums, _, reducer_state = _reduce_stacked(context, sums, {}, call)
         return sums, new_state, reducer_state
     first = jnp.arange(num_replica * num_data).reshape(num_replica, num_data) == 0

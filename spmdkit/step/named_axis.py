@@ -46,7 +46,7 @@ def map_step(train_step: Callable[..., Any], axis_name: str) -> Callable[..., An
         replicas = context.sharding.replica_axes
 
         def by_replica(x: jax.Array) -> jax.Array:
-            rows = x.reshape(num, -1, *x.shape[1:])
+            rows = x.reshape(num, len(x) // num, *x.shape[1:])
             return constrain(context, rows, replicas, context.sharding.inner_axes)
 
         rows = jax.tree.map(by_replica, batch)

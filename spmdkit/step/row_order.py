@@ -63,13 +63,15 @@ def split(x: jax.Array, dim: int, shards: int, num: int) -> jax.Array:
 
     For rows: [shards * microbatches * rows, ...] as [microbatches, shards * rows, ...].
     """
-    x = x.reshape(*x.shape[:dim], shards, num, -1, *x.shape[dim + 1 :])
+    size = x.shape[dim] // num  # not -1: an array without elements has any size
+    x = x.reshape(*x.shape[:dim], shards, num, size // shards, *x.shape[dim + 1 :])
     x = jnp.moveaxis(x, dim + 1, 0)
-    return x.reshape(*x.shape[: dim + 1], -1, *x.shape[dim + 3 :])
+    return x.reshape(*x.shape[: dim + 1], size, *x.shape[dim + 3 :])
 
 
 def join(x: jax.Array, dim: int, shards: int) -> jax.Array:
     """The inverse of `split`: [num, ..., S n, ...] -> [..., S num n, ...]."""
-    x = x.reshape(*x.shape[: dim + 1], shards, -1, *x.shape[dim + 2 :])
+    size = x.shape[dim + 1]
+    x = x.reshape(*x.shape[: dim + 1], shards, size // shards, *x.shape[dim + 2 :])
     x = jnp.moveaxis(x, 0, dim + 1)
-    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 3 :])
+    return x.reshape(*x.shape[:dim], x.shape[dim + 1] * size, *x.shape[dim + 3 :])

@@ -363,7 +363,9 @@ def _on_one_device(task: Task, replicas: int) -> Task:
     over_replicas = jax.vmap(task.train_step, (None, 0), None, axis_name=task.axis_name)
 
     def train_step(state: TrainState, batch: Any) -> Any:
-        return over_replicas(state, jax.tree.map(lambda x: x.reshape(replicas, -1, *x.shape[1:]), batch))
+        return over_replicas(
+            state, jax.tree.map(lambda x: x.reshape(replicas, len(x) // replicas, *x.shape[1:]), batch)
+        )
 
     return dataclasses.replace(task, train_step=train_step, view="global", axis_name=None)
 

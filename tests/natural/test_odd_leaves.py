@@ -71,6 +71,15 @@ def test_they_are_those_of_one_device(mesh):
     read_program(program)  # a plan of them is no error
 
 
+def test_a_leaf_of_the_batch_without_elements():
+    """Sharded into microbatches and replicas as every other leaf."""
+    loss = lambda params, batch, key: sk.mean((jnp.tanh(batch["rows"] @ params["w"]) ** 2).sum(-1))
+    data = {"rows": DATA, "none": np.zeros((len(DATA), 0), np.float32), "never": np.zeros((len(DATA), 2, 0), np.int32)}
+    task = sk.Task(lambda key: {"w": init(key).params["w"]}, loss, optax.sgd(0.1), train_data=data)
+    runs = [train(task, mesh, microbatches=m)[1].params["w"] for mesh, m in (("one device", 1), ("data 2 x fsdp 4", 2))]
+    np.testing.assert_allclose(*runs, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_they_are_saved_and_restored_on_another_mesh(tmp_path):
     task = sk.Task(init, loss_fn, optax.sgd(0.1), train_data=DATA)

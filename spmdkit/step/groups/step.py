@@ -97,7 +97,7 @@ def _by_vmap(one: Any, context: Context, groups: Groups, state: TrainState, batc
     rows = NamedSharding(context.sharding.mesh, PartitionSpec(groups.axes, inner or None))
 
     def by_group(x: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(x.reshape(groups.num, -1, *x.shape[1:]), rows)  # type: ignore[no-any-return]
+        return lax.with_sharding_constraint(x.reshape(groups.num, len(x) // groups.num, *x.shape[1:]), rows)  # type: ignore[no-any-return]
 
     examples, mask = jax.tree.map(by_group, (batch.examples, batch.mask))
     states = _fields(state, 0, None)

@@ -214,7 +214,7 @@ def reduce_by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
     before = dict(named_leaves(old))
 
     def leaf(path: str, x: jax.Array) -> jax.Array:
-        grouped = x.reshape(groups, -1, *x.shape[1:])
+        grouped = x.reshape(groups, len(x) // groups, *x.shape[1:])
         kind, size = kinds[path], grouped.shape[1]
         if size == 1 or kind in ("identical", "unchanged"):
             return grouped[:, 0]
