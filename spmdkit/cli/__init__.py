@@ -174,8 +174,8 @@ def plan(
         str | None,
         typer.Option(
             help=(
-                "tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:64, gpu:h200:8x8, cpu:8 or here; default: "
-                "the config's devices."
+                "tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), v5p-256, gpu:h100:64, gpu:h200:8x8, a3-megagpu-8g:4, "
+                "cpu:8 or here; default: the config's devices."
             )
         ),
     ] = None,

@@ -224,6 +224,32 @@ CHIPS: Mapping[str, Chip] = {
 """Name in a target -> chip."""
 
 
+TPU_PRODUCTS: Mapping[str, tuple[str, int]] = {
+    "v4": ("v4", 2),
+    "v5p": ("v5p", 2),
+    "v5litepod": ("v5e", 1),
+    "v5e": ("v5e", 1),
+    "v6e": ("v6e", 1),
+    "tpu7x": ("7x", 2),
+}
+"""Product -> (chip, cores of a chip): the number in `v5p-256` counts cores, in `v6e-256` chips.
+
+Source: cloud.google.com/tpu/docs, the pages of the chips ("AcceleratorType")."""
+
+GPU_MACHINES: Mapping[str, tuple[str, float]] = {
+    "a3-highgpu-8g": ("h100", 12.5e9),
+    "a3-megagpu-8g": ("h100", 25e9),
+    "a3-ultragpu-8g": ("h200", 50e9),
+    "p5.48xlarge": ("h100", 50e9),
+    "p5e.48xlarge": ("h200", 50e9),
+    "p5en.48xlarge": ("h200", 50e9),
+}
+"""Machine with eight GPUs -> (chip, bytes/s of the network for one GPU).
+
+Source: cloud.google.com/compute/docs/gpus (GPU network bandwidth: 1,000, 1,800 and 3,600 Gb/s, of which 800, 1,600 and
+3,200 for the GPUs); aws.amazon.com/ec2/instance-types/p5 (3,200 Gb/s)."""
+
+
 def chip_of_device_kind(device_kind: str, platform: str) -> Chip | None:
     """Returns the chip of a JAX device, or None if it is not in the table."""
     for chip in CHIPS.values():

@@ -20,6 +20,13 @@ from spmdkit.plan.machine.target import open_target, parse_target, target_of
         ("gpu:h100:4", 4, 1),
         ("gpu:h200:2x4", 8, 2),
         ("cpu:8", 8, 1),
+        ("v5p-256", 128, 1),
+        ("tpu:v5p-128*2", 128, 2),
+        ("v6e-256", 256, 1),
+        ("v5litepod-256", 256, 1),
+        ("tpu7x-128", 128, 1),
+        ("a3-megagpu-8g", 8, 1),
+        ("p5.48xlarge:4", 32, 4),
     ],
 )
 def test_devices_and_parts_of_a_target(text, num_devices, parts):
@@ -40,6 +47,10 @@ def test_devices_and_parts_of_a_target(text, num_devices, parts):
         ("gpu:h300:8", "Did you mean 'h200'?"),
         ("gpu:h100:12", "Every host must be full. Try gpu:h100:8"),
         ("gpu:h100:8x", "hosts x GPUs"),
+        ("v5p-250", "has 125 chips. The number of v5p-N counts cores, 2 of each chip. Try --target v5p-256"),
+        ("v6e-250", "counts chips. Try --target v6e-256"),
+        ("tpu:v5p:256", "Try --target v5p-256, the product with 128 chips"),
+        ("p5.48xlarge:2x8", "Try --target p5.48xlarge:4"),
         ("cpu:0", "N from 1 to 4096"),
         ("here:2", "no machine"),
         ("", "A target is one of"),
@@ -49,6 +60,15 @@ def test_unknown_targets_are_refused_with_known_ones(text, said):
     with pytest.raises(ConfigError) as refused:
         parse_target(text)
     assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_product_is_its_slice_or_its_machines():
+    v5p, v6e, mega = map(parse_target, ("v5p-256", "v6e-256", "a3-megagpu-8g:2"))
+    assert (v5p.name, v5p.topology, v6e.topology) == ("tpu:v5p:4x4x8", (4, 4, 8), (16, 16))
+    assert "128 chips" in v5p.notes[0]
+    assert parse_target("v5p-2048").topology == (8, 8, 16)
+    assert (mega.chip.outer.bytes_per_s, mega.chip.devices_per_host) == (25e9, 8)
+    assert parse_target(mega.name) == mega
 
 
 def test_more_fake_devices_than_the_process_has():

@@ -3,6 +3,8 @@
     tpu:v5p:8x8x16      1,024 chips of one slice; compiled by the real TPU compiler, on this machine (extra `tpu`)
     tpu:v5p:4x4x4*2     two such slices, joined by the data centre's network
     gpu:h100:64         64 GPUs in hosts of eight; gpu:h200:8x8 is 8 hosts x 8 GPUs; fake CPU devices and the chip table
+    v5p-256, v6e-256    the product: v5p-256 has 256 cores, which are 128 chips (4x4x8)
+    a3-megagpu-8g:4     four of these machines, with their network; also p5.48xlarge
     cpu:8               8 fake devices of this machine
     here                the devices of this machine
 
@@ -30,10 +32,13 @@ from spmdkit.cluster.join import num_threads
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import MAX_FAKE_DEVICES, fake_devices
 from spmdkit.foundation.formatting import nearest
-from spmdkit.mesh.chips import CHIPS, Chip, chip_of_device_kind
+from spmdkit.mesh.chips import CHIPS, GPU_MACHINES, TPU_PRODUCTS, Chip, chip_of_device_kind
 from spmdkit.program.memory import memory_limit
 
-_FORMS = "tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:64, gpu:h200:8x8 (hosts x GPUs), cpu:8, here"
+_FORMS = (
+    "tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:64, gpu:h200:8x8 (hosts x GPUs), v5p-256, "
+    "a3-megagpu-8g:4, cpu:8, here"
+)
 # libtpu reads these when it is loaded; they disable its search for a TPU and allow concurrent plans.
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -88,6 +93,8 @@ def parse_target(text: str) -> Target:
     Raises:
         ConfigError: an unknown form, chip or topology; the message lists the valid ones.
     """
+    if (product := _product(text.strip())) is not None:
+        return product
     kind, _, rest = text.strip().partition(":")
     if kind == "here" and not rest:
         return Target("here", CHIPS["cpu"], 0, is_here=True)
@@ -112,6 +119,33 @@ def parse_target(text: str) -> Target:
             f"Known: {', '.join(names)}. Try --target {'tpu:v5p:4x4x4' if kind == 'tpu' else 'gpu:h100:8'}."
         )
     return (_parse_tpu if kind == "tpu" else _parse_gpu)(text, CHIPS[name], shape)
+
+
+def _product(text: str) -> Target | None:
+    """Returns the target of a product name (`v5p-256`, `a3-megagpu-8g:4`), or None."""
+    match = re.fullmatch(rf"(?:tpu:)?({'|'.join(TPU_PRODUCTS)})-([1-9]\d{{0,5}})((?:\*.*)?)", text)
+    if match:
+        name, cores = TPU_PRODUCTS[match[1]]
+        chip, chips = CHIPS[name], int(match[2]) / cores
+        shape = min((s for s in _slices(chip) if math.prod(s) == chips), key=sum, default=None)
+        if shape is None:
+            counts = sorted({math.prod(s) * cores for s in _slices(chip)}, key=lambda n: (abs(n - int(match[2])), n))
+            raise ConfigError(
+                f"target {text!r}: no slice of {name} has {chips:g} chips. The number of {match[1]}-N counts "
+                f"{'chips' if cores == 1 else f'cores, {cores} of each chip'}. Try --target {match[1]}-{counts[0]}."
+            )
+        target = _parse_tpu(text, chip, "x".join(map(str, shape)) + match[3])
+        note = f"{text} is {'x'.join(map(str, shape))}: {chips:g} chips in a slice."
+        return replace(target, notes=(note, *target.notes))
+    machine, _, count = text.removeprefix("gpu:").partition(":")
+    if machine not in GPU_MACHINES:
+        return None
+    name, bytes_per_s = GPU_MACHINES[machine]
+    hosts = _sizes(count or "1")
+    if len(hosts) != 1:
+        raise ConfigError(f"target {text!r} has {count!r} machines. It is a number. Try --target {machine}:4.")
+    outer = replace(CHIPS[name].outer, bytes_per_s=bytes_per_s)
+    return replace(_parse_gpu(text, replace(CHIPS[name], outer=outer), f"{hosts[0]}x8"), name=f"{machine}:{hosts[0]}")
 
 
 def _parse_gpu(text: str, chip: Chip, shape: str) -> Target:
@@ -142,6 +176,12 @@ def _parse_tpu(text: str, chip: Chip, shape: str) -> Target:
     name = chip.name
     slice_shape, star, count = shape.partition("*")
     dims, counts = _sizes(slice_shape), _sizes(count) if star else (1,)
+    product = next(product for product, (of, _) in TPU_PRODUCTS.items() if of == name)
+    if len(dims) == 1 and any(math.prod(s) * TPU_PRODUCTS[product][1] == dims[0] for s in _slices(chip)):
+        raise ConfigError(
+            f"target {text!r}: a slice of {name} has {chip.torus_dims} dims, found one number. Try --target "
+            f"{product}-{dims[0]}, the product with {dims[0] // TPU_PRODUCTS[product][1]} chips."
+        )
     if len(counts) != 1 or counts[0] > 64 or not _available(chip, dims):
         raise ConfigError(
             f"target {text!r}: {name} has no slice of shape {shape!r}. A slice of {name} is {_shapes(chip)}; *N joins "
@@ -189,11 +229,15 @@ def _shapes(chip: Chip) -> str:
 
 def _nearest_shape(chip: Chip, dims: tuple[int, ...]) -> str:
     """Returns the available shape with the number of chips nearest to the requested one."""
+    requested = math.prod(dims) if dims else 16
+    return "x".join(map(str, min(_slices(chip), key=lambda shape: abs(math.prod(shape) - requested))))
+
+
+def _slices(chip: Chip) -> list[tuple[int, ...]]:
+    """Returns the available shapes, without the long ones."""
     options = [tuple(map(int, shape.split("x"))) for shape in chip.topologies]
     lengths = [range(chip.cube, most + 1, chip.cube) for most in chip.largest] if chip.cube else []
-    options += [(a, b, c) for a, b, c in itertools.product(*lengths) if a <= b <= c <= 2 * b] if lengths else []
-    requested = math.prod(dims) if dims else 16
-    return "x".join(map(str, min(options, key=lambda shape: abs(math.prod(shape) - requested))))
+    return options + ([(a, b, c) for a, b, c in itertools.product(*lengths) if a <= b <= c <= 2 * b] if lengths else [])
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
