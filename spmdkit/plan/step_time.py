@@ -5,6 +5,7 @@
     collective        bytes sent / rate of the link + hops x latency (links.py), after those ahead of it on that link
     blocking          the device waits for it
     start and done    the instructions between the two run meanwhile; at the done the device waits for the rest
+    fake GPUs         collectives of data parallelism start when their operands are ready; the first reader waits
     loop              the time of its body x trip count
     step              the end of the last instruction + transfers of state from and to host memory + the host's call
 
@@ -38,8 +39,9 @@ from spmdkit.plan.machine.links import LinkPath, link_path_of
 from spmdkit.plan.machine.target import Target
 
 CYCLES = 1.02
-"""Time of an instruction / (estimated cycles / clock): one factor for v5e, v5p, v6e and 7x, fitted to seven published
-runs of MaxText (jax 0.10.2, libtpu 0.0.42, 2026-11)."""
+"""Time of an instruction / (estimated cycles / clock): one factor for v5e, v5p, v6e and 7x. Fitted to the step times of
+seven published runs of MaxText by the sum of the cycles alone, without kernels and exposed collectives (jax 0.10.2,
+libtpu 0.0.42, 2026-11)."""
 _HOST_SPACE = 5
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "f64": "float32"}
 _FREE = {
@@ -208,11 +210,14 @@ class _Timeline:
 
     def wait(self, transfer: _Transfer) -> None:
         """Waits for the end of a transfer; the time of those ahead of it on its channel is theirs."""
-        if transfer.finish_s > self.now_s:
-            if transfer.ahead is not None:
-                self.wait(transfer.ahead)
-            self.exposed[transfer.name] += transfer.finish_s - self.now_s
-            self.now_s = transfer.finish_s
+        queue: list[_Transfer] = []
+        last: _Transfer | None = transfer
+        while last is not None and last.finish_s > self.now_s:
+            queue.append(last)
+            last = last.ahead
+        for running in reversed(queue):
+            self.exposed[running.name] += max(0.0, running.finish_s - self.now_s)
+            self.now_s = max(self.now_s, running.finish_s)
 
     def add(self, inner: _Timeline, times: int = 1) -> None:
         """Adds the executions of a called computation. Its transfers delay the running ones on the same channels."""

@@ -115,6 +115,7 @@ WRAPPED = (
         pytest.param([start("o", ACROSS), loop(3), done("o")], [start("a"), dot("d"), done("a")], 6, 0, id="nested"),
         pytest.param([start("o"), loop(3), done("o")], [start("a"), dot("d"), done("a")], 8, 2, id="nested, one link"),
         pytest.param([start("o"), loop(3), done("o")], [dot("d")], 6, 0, id="beside a loop"),
+        pytest.param([start(f"a{n}") for n in range(2000)], (), 4000, 4000, id="a long queue"),
     ],
 )
 def test_a_collective_overlaps_between_start_and_done_alone(lines, body, step_ms, exposed_ms):
