@@ -61,7 +61,6 @@ class Collective(HloCollective):
         cause: the part of the strategy that needs it, one of `attribution.CAUSES`.
         branch: whether it is inside a conditional.
         counted: False in a branch that is not the most expensive one: its bytes are not in the totals.
-        loop_names: the enclosing HLO `while` instructions, outermost first.
     """
 
     bytes: int | None
@@ -72,7 +71,6 @@ class Collective(HloCollective):
     cause: str
     branch: bool = False
     counted: bool = True
-    loop_names: tuple[str, ...] = ()
 
     @property
     def bytes_once(self) -> int:
@@ -150,7 +148,6 @@ def read_bill(
                 trip_count=visit.runs,
                 cause=strategy_of(module, c, visit, leaves),
                 branch=bool(visit.branches),
-                loop_names=tuple(loop.name for loop in visit.loops),
             )
             collectives.append((visit.branches, collective))
     return Bill(tuple(_most_expensive_branches(collectives)), dict(sizes))

@@ -51,14 +51,6 @@ class Visit(NamedTuple):
     branches: tuple[tuple[Instruction, int], ...] = ()
     site: Site | None = None
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether it runs inside a fusion."""
-        site = self.site
-        while site is not None and site.caller.opcode != "fusion":
-            site = site.outer
-        return site is not None
-
 
 def walk(module: Module, scans: Mapping[str, int] | None = None) -> Iterator[Visit]:
     """Yields every instruction at every site where it runs, in schedule order.
