@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from spmdkit.ops.remat import remat as remat
     from spmdkit.ops.tensor import column_row_parallel as column_row_parallel
     from spmdkit.ops.vocab import cross_entropy as cross_entropy, embed as embed
+    from spmdkit.plan.external_step import bill as bill, plan_step as plan_step
     from spmdkit.program.opening import build as build
     from spmdkit.program.program import Program as Program
     from spmdkit.program.task import Task as Task
@@ -111,6 +112,7 @@ _NAMES = {
     "ops.remat": "remat",
     "ops.tensor": "column_row_parallel",
     "ops.vocab": "cross_entropy embed",
+    "plan.external_step": "bill plan_step",
     "program.opening": "build",
     "program.program": "Program",
     "program.task": "Task",

@@ -167,7 +167,15 @@ def explain(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command(epilog="Example: spmdkit plan configs/fsdp.yaml --target cpu:8")
 def plan(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="Config file (YAML), or a plan.json to show.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="CONFIG",
+            help=(
+                "Config file (YAML); a plan.json to show; or train.py:make, a function make(devices) that returns a "
+                "jitted step and its arguments."
+            ),
+            show_default=False,
+        ),
     ],
     overrides: Overrides = None,
     target: Annotated[

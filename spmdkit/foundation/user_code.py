@@ -172,11 +172,7 @@ def find(text: str, kind: str, folder: Path, instance: type | None = None) -> An
     target, _, name = text.rpartition(":")
     key, module = KEYS.get(kind, kind), _import(target, kind, folder)
     known = [n for n, v in vars(module).items() if _is_registered(v, kind, module, instance)]
-    if not hasattr(module, name):
-        others = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        defines = f" It defines: {', '.join((known or others)[:12])}." if known or others else ""
-        raise ConfigError(f"{key}: {target} has no '{name}'.{nearest(name, known or others)}{defines}")
-    value = getattr(module, name)
+    value = _attribute(module, text, kind, known)
     if _is_registered(value, kind, module, instance):
         return value
     (found_kind, owner), decorator = _mark(value), f"@sk.{kind}"
@@ -193,6 +189,24 @@ def find(text: str, kind: str, folder: Path, instance: type | None = None) -> An
             else f"Write one, in a file of yours: my_{kind}.py:{kind}"
         )
     raise ConfigError(f"{key}: {text} {what}. A config names objects that its module registers: {rule}. {repair}.")
+
+
+def load(text: str, kind: str, folder: Path) -> Any:
+    """Returns the object that `text` names on a command line, which need not be registered.
+
+    Raises:
+        ConfigError: no such file, module or name, or the import raised.
+    """
+    return _attribute(_import(text.rpartition(":")[0], kind, folder), text, kind, [])
+
+
+def _attribute(module: ModuleType, text: str, kind: str, known: list[str]) -> Any:
+    target, _, name = text.rpartition(":")
+    if not hasattr(module, name):
+        others = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        defines = f" It defines: {', '.join((known or others)[:12])}." if known or others else ""
+        raise ConfigError(f"{KEYS.get(kind, kind)}: {target} has no '{name}'.{nearest(name, known or others)}{defines}")
+    return getattr(module, name)
 
 
 def named(requested: str | Mapping[str, Any], kind: str, folder: Path, returns: type[T]) -> T:

@@ -52,10 +52,12 @@ _JOINED = re.compile(r"(?:^|/)\(")
 
 
 class Leaf(NamedTuple):
-    """A parameter on one device: `sizes` are its numbers of elements with and without fsdp sharding."""
+    """A parameter on one device: `sizes` are its numbers of elements, sharded over all, some or none of its axes and
+    fsdp. `name` is that of the program's argument in a step that does not use spmdkit."""
 
     path: str
     sizes: frozenset[int]
+    name: str = ""
 
 
 def leaves_of(program: Program) -> tuple[Leaf, ...]:
@@ -64,13 +66,12 @@ def leaves_of(program: Program) -> tuple[Leaf, ...]:
     for p in program.layout:
         if not p.path.startswith("params"):
             continue
-        axes = spec_axes(p.spec)
-        parts = math.prod(program.sizes[a] for a in axes if a != "fsdp")
         full = math.prod(p.shape)
-        fsdp = program.sizes["fsdp"]
-        sizes = {full // parts, full // (parts * fsdp), full, full // fsdp}
+        sizes = {full}
+        for axis in {*spec_axes(p.spec), "fsdp"}:
+            sizes |= {size // program.sizes[axis] for size in sizes}
         layers = {n // p.shape[0] for n in sizes if len(p.shape) > 1 and p.shape[0]}
-        leaves.append(Leaf(p.path, frozenset((sizes | layers) - {0})))
+        leaves.append(Leaf(p.path, frozenset((sizes | layers) - {0}), program.argument_names.get(p.path, "")))
     return tuple(leaves)
 
 
@@ -92,7 +93,7 @@ def strategy_of(module: Module, found: HloCollective, visit: Visit, leaves: Sequ
     for axis, cause in (_OF_OPS[s] for s in scopes if s in _OF_OPS):
         if axis in axes:
             return cause
-    if (op == "all_gather" or forward) and ".params" in (origin_of(module, visit) or "").split("[")[0]:
+    if (op == "all_gather" or forward) and _is_parameter(origin_of(module, visit) or "", leaves):
         return "parameter gather"
     if op == "all_gather" and not forward and not backward and like_parameters:
         return "update gather"
@@ -108,7 +109,7 @@ def strategy_of(module: Module, found: HloCollective, visit: Visit, leaves: Sequ
         return "context ring" if op == "collective_permute" else "context exchange"
     if "tensor" in axes:
         return "tensor activation"
-    return "activation" if (forward or backward) and axes & {"fsdp", "context"} else "other"
+    return "activation" if (forward or backward) and axes - {"replica", "data"} else "other"
 
 
 def first_path(name: str) -> str:
@@ -121,6 +122,11 @@ def first_path(name: str) -> str:
         depth += {"(": 1, ")": -1}.get(name[end], 0)
         end += 1
     return first_path(before + name[match.end() : end])
+
+
+def _is_parameter(argument: str, leaves: Sequence[Leaf]) -> bool:
+    own = argument.replace("\\", "")
+    return ".params" in own.split("[")[0] or any(own == leaf.name != "" for leaf in leaves)
 
 
 def _like_parameters(found: HloCollective, leaves: Sequence[Leaf]) -> bool:

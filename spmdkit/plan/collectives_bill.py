@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from spmdkit.foundation.formatting import shown
+from spmdkit.foundation.formatting import columns, format_bytes, shown, shown_axes
 from spmdkit.plan.attribution import Leaf, strategy_of
 from spmdkit.plan.hlo import loops
 from spmdkit.plan.hlo.collectives import OPS, HloCollective, hlo_collectives
@@ -111,6 +111,15 @@ class Bill:
         for c in self.collectives:
             together.setdefault(_SAME(c), []).append(c)
         return tuple(sorted(map(_merge, together.values()), key=lambda c: -c.bytes_at_least))
+
+    def __str__(self) -> str:
+        rows = [("collective", "axes", "bytes", "runs", "line")]
+        for c in self.rows:
+            runs = f"{c.count} x {c.trip_count or '?'}"
+            rows.append((f"{c.op} {c.dtype}", shown_axes(c.axes), format_bytes(c.bytes_at_least), runs, c.source or ""))
+        more = "" if self.bytes is not None else ", at least: the length of a loop is unknown"
+        total = f"{format_bytes(self.bytes_at_least)} sent per device and step{more}"
+        return "\n".join([total, *(columns(rows, (2,)) if self.rows else ())])
 
     def by(self, name: str) -> dict[Any, int | None]:
         """Returns value of an attribute (`axes`, `cause`) -> bytes that one device sends per step (None: unknown), most

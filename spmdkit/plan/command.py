@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +58,12 @@ def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
         ConfigError: exit code 78; if a plan does not fit or exceeds the budget, after the plan is printed.
     """
     _check(path, overrides, options)
-    if options.diff is not None:
+    if _is_step(path):
+        from spmdkit.plan.external_step import plan_make
+
+        document = plan_make(str(path), options.target).document
+        _finish(document, path, options)
+    elif options.diff is not None:
         _run_diff(path, options.diff, overrides, options)
     elif path.suffix == ".json":
         document = read_plan(path)
@@ -71,13 +77,27 @@ def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
             if not options.as_json:
                 print(f"{describe(rates)}\nwritten to {rates_file()}\n")
         document = _run_search(config, machine, options) if options.search else plan_on(config, machine)
-        _print(document, options)
-        if problem := problem_of(document):
-            raise ConfigError(f"plan of {path}: {problem}.")
+        _finish(document, path, options)
+
+
+def _finish(document: Document, path: Path, options: PlanOptions) -> None:
+    _print(document, options)
+    if problem := problem_of(document):
+        raise ConfigError(f"plan of {path}: {problem}.")
+
+
+def _is_step(path: Path) -> bool:
+    """Returns whether an argument is `file.py:make` or `module:make` instead of a file."""
+    return not path.exists() and re.fullmatch(r"[\w./\\-]+:[A-Za-z_]\w*", str(path)) is not None
 
 
 def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
     """Rejects options that have no effect together."""
+    if _is_step(path) and (overrides or options.search or options.write or options.diff or options.calibrate):
+        raise ConfigError(
+            f"{path} is a function, and takes only --target, --json and --html: overrides and the other options change "
+            "or compare configs. Leave them out."
+        )
     for is_set, name in ((options.write is not None, "--write"), (options.search_over != "mesh", "--search-over")):
         if is_set and not options.search:
             raise ConfigError(f"{name} has no effect without --search: it is about what a search finds. Add --search.")

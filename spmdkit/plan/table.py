@@ -85,6 +85,7 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
             f"      with what runs after some steps {format_bytes(average)} a step on average, at most {most} in one"
         )
     table = new_table("collective", "over", "link", "bytes", "ops", "loop", "why", "where", right=(3, 4))
+    table.columns[-1].overflow = "fold"  # a line number is never truncated
     for row in rows[:MAX_ROWS]:
         loop = "" if not row["in_loop"] else "in loop" if row["trip_count"] is None else f"x {row['trip_count']}"
         if row.get("every", 1) > 1:

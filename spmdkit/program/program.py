@@ -75,7 +75,10 @@ class Program:
         checks: of the last step, on the devices; feed: batches of training; limit: loss limit of `on_spike`.
         may_be_donated: whether a step checks that its state has not been donated.
         probe_padding: whether the first step and evaluation check that padding rows do not count.
+        argument_names: path of a leaf -> its name in a compiled step that does not use spmdkit.
     """
+
+    argument_names: Mapping[str, str] = {}
 
     @ignores_user_settings
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device], probe_padding: bool = True):

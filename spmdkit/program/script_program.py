@@ -253,7 +253,7 @@ class ScriptProgram(Program):
 
         shapes = [_abstract(leaves[i]) for i in order]
         traced = jax.jit(step, keep_unused=True).trace(*shapes)
-        donated = _donated(traced.jaxpr.jaxpr)
+        donated = donated_arguments(traced.jaxpr.jaxpr)
         self._traced_step = jax.jit(step, keep_unused=True, donate_argnums=donated).trace(*shapes)
         inputs = [x for x, i in zip(shapes, order, strict=True) if id(leaves[i]) not in numbers]
         self.abstract_batch = Batch([x if x.sharding else x.update(sharding=self._replicated) for x in inputs])
@@ -343,7 +343,7 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding, weak_type=weak_type)
 
 
-def _donated(jaxpr: Any) -> tuple[int, ...]:
+def donated_arguments(jaxpr: Any) -> tuple[int, ...]:
     """Returns the arguments that jitted functions inside a jaxpr donate."""
     donated = {
         id(var)

@@ -71,7 +71,7 @@ def plan_body(name: str, document: Mapping[str, Any]) -> str:
         section("Mesh", _meshes(document)),
         section(f"Layout of {len(document['layout'])} leaves", _layout(document)),
         *([section("Candidates", _candidates(document["candidates"]))] if document.get("candidates") else []),
-        section("Config", f"<pre>{escape(document['config'])}</pre>"),
+        *([section("Config", f"<pre>{escape(document['config'])}</pre>")] if document["config"] else []),
         "<footer>Made by spmdkit plan.</footer>",
     ]
     return "\n".join(parts)

@@ -51,5 +51,5 @@ def _baked(value: Any, source: str | None) -> Finding:
             "holds all of it, and another value is another compilation"
         ),
         source,
-        "Hand it over: in the batch, in the parameters, or as model state (sk.Variables).",
+        "Pass it as an argument of the step: in the batch, in the parameters, or as model state (sk.Variables).",
     )
