@@ -14,7 +14,9 @@ from spmdkit.cluster import ClusterSpec, join
 from spmdkit.errors import ConfigError
 from spmdkit.run.prediction import predict
 from tests.support.core_runs import program_of
+from tests.support.forms import slow_except
 
+MESHES = [{}, {"data": 2, "fsdp": 2}]
 V, T, D, N, H = 19, 16, 8, 2, 4
 random = np.random.default_rng(0)
 DOCUMENTS = [random.integers(0, V, random.integers(2, 9)).astype(np.int32) for _ in range(60)]
@@ -53,7 +55,7 @@ def task_of(data, **options):
     return sk.Task(init, loss_fn, optax.adam(0.01), train_data=data, eval_data=data, predict_fn=logits)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}])
+@pytest.mark.parametrize("mesh", slow_except(MESHES[1:], MESHES))
 def test_logits_of_a_document_equal_those_of_the_document_alone(tmp_path, mesh):
     config = sk.Config(
         task="t.py:t", run_dir=str(tmp_path), batch_size=4, steps=1, mesh=mesh, compile_cache=None,
@@ -80,7 +82,7 @@ def test_logits_of_a_document_equal_those_of_the_document_alone(tmp_path, mesh):
     assert count == len(DOCUMENTS)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}])
+@pytest.mark.parametrize("mesh", slow_except(MESHES[1:], MESHES))
 def test_a_task_that_ignores_the_ids_is_rejected(mesh):
     for with_ids in (False, True):
         task = task_of(packed(DOCUMENTS), with_ids=with_ids)
