@@ -4,7 +4,7 @@
     plan = sk.plan_step(make, target="tpu:v5p:2x2x2")      # a step that needs the devices of the target
     print(plan)
 
-The mesh is the one of the arguments' shardings; without one, the largest in the step. An argument is state if the step
+The mesh is the largest in the step and in the shardings of its arguments. An argument is state if the step
 returns arrays of its structure and shapes. The first state is the parameters, unless a state has a field `params`; all
 arguments that are not state are inputs.
 """
@@ -29,11 +29,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.config import Config
-from spmdkit.errors import ConfigError
+from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.foundation.jaxprs import equations
 from spmdkit.foundation.trees import named_leaves
-from spmdkit.foundation.user_code import call_user
+from spmdkit.foundation.user_code import call_user, load, shortened, user_frame
 from spmdkit.mesh.layout import LeafPlacement
 from spmdkit.mesh.mesh import AXES, describe_mesh, spec_axes
 from spmdkit.plan.collectives_bill import Bill, read_bill
@@ -147,8 +147,6 @@ def bill(compiled: Any, mesh: Mesh | None = None) -> Bill:
 
 def plan_make(text: str, target: str | None) -> StepPlan:
     """Returns the plan of `file.py:make` or `module:make`."""
-    from spmdkit.foundation.user_code import load
-
     machine = open_target(parse_target(target or "here"))  # before the file creates JAX's devices
     if str(Path.cwd()) not in sys.path:  # as with `python -m`
         sys.path.insert(0, str(Path.cwd()))
@@ -181,7 +179,8 @@ def _open(step: Any, arguments: Sequence[Any], machine: Target | None, mesh: Any
         elif mesh is not None and not mesh.empty:
             jax.set_mesh(mesh)  # until the call ends: `call_user` restores the context
         _check_call(own_step, own_arguments, "Pass the positional arguments of one step.")
-        return own_step, _trace(own_step, own_arguments), own_arguments
+        with _accepted():
+            return own_step, _trace(own_step, own_arguments), own_arguments
 
     own_step, traced, own_arguments = call_user(trace, "the step" if machine is None else "make")
     return ExternalProgram(own_step, traced, own_arguments)
@@ -198,6 +197,22 @@ def _check_call(fn: Any, arguments: Sequence[Any], repair: str) -> None:
         raise ConfigError(
             f"{_name(fn)}{signature} does not take {len(arguments)} positional arguments: {error}. {repair}"
         ) from None
+
+
+@contextlib.contextmanager
+def _accepted() -> Iterator[None]:
+    """Context in which JAX may reject the arguments of a step."""
+    try:
+        yield
+    except (SpmdkitError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        if user_frame(error) is not None:  # raised by a line of the step
+            raise
+        raise ConfigError(
+            f"JAX rejects the arguments of the step: {type(error).__name__}: {shortened(error)}\nThey must be arrays "
+            "or jax.ShapeDtypeStruct, with shardings that divide their shapes. Fix that argument."
+        ) from error
 
 
 def _made(pair: Any) -> tuple[Any, Sequence[Any]]:
@@ -267,9 +282,9 @@ class ExternalProgram(Program):
         given = given if len(given) == len(flat) else [None] * len(flat)  # static arguments
         inside = [s for eqn in equations(traced.jaxpr) for s in _shardings_in(eqn)]
         final: Sequence[Any] = ()
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # reported by plan_program
+        with _accepted(), contextlib.suppress(jax.errors.JaxRuntimeError):  # the latter is reported by plan_program
             final = _shardings(self.compiled)
-        mesh = _mesh_of([*given, *final, *inside])
+        mesh = _mesh_of([*inside, *given, *final])
         if mesh is None:
             devices = next((s.device_set for s in (*given, *final) if s is not None), {jax.devices()[0]})
             mesh = compat.auto_mesh(np.array(sorted(devices, key=lambda d: d.id), dtype=object), ("devices",))
@@ -285,7 +300,7 @@ class ExternalProgram(Program):
             _Argument(path, name or "", leaf._aval, sharding or replicated, leaf.donated)
             for path, name, leaf, sharding in zip(paths, names, flat, given, strict=True)
         ]
-        self.layout = [_placement(a) for a in self.arguments]
+        self.layout = [_placement(a, mesh) for a in self.arguments]
         self.argument_names = {a.path: a.name for a in self.arguments}
         inputs = [a for a in self.arguments if a.field == "inputs"]
         self.abstract_batch = Batch([jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in inputs])
@@ -302,12 +317,15 @@ class ExternalProgram(Program):
         """The mesh axes that shard the first dim of the inputs."""
         sharding = self._batch.sharding if self._batch else None
         spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
-        return spec_axes(spec[:1])
+        return tuple(axis for axis in spec_axes(spec[:1]) if axis in self.mesh.shape)
 
     @property
     def batch_shards(self) -> int:
         """The number of shards of the first dim of the inputs."""
-        return math.prod(self.sizes[axis] for axis in self.data_axes)
+        if self._batch is None:
+            return 1
+        shape = self._batch.aval.shape
+        return int(math.prod(shape[:1]) // max(1, math.prod(self._batch.sharding.shard_shape(shape)[:1])))
 
     @property
     def phases(self) -> tuple[Any, ...]:
@@ -341,8 +359,10 @@ def _is_on_host(sharding: Any) -> bool:
     return "host" in (sharding.memory_kind or "") and next(iter(sharding.device_set)).platform != "cpu"
 
 
-def _placement(a: _Argument) -> LeafPlacement:
+def _placement(a: _Argument, mesh: Mesh) -> LeafPlacement:
+    """Returns the placement of an argument. One on another mesh of the same devices has no spec."""
     spec = a.sharding.spec if isinstance(a.sharding, NamedSharding) else PartitionSpec()
+    spec = spec if {*spec_axes(spec)} <= {*mesh.axis_names} else PartitionSpec()
     kind = "pinned_host" if _is_on_host(a.sharding) else "device"
     return LeafPlacement(a.path, a.aval.shape, a.aval.dtype, spec, kind, "sharding of the step")
 
@@ -425,12 +445,14 @@ def _on_devices_of(program: ExternalProgram, target: Target) -> Target:
     devices = tuple(program.mesh.devices.flat)
     if target.name == "here":
         return target_of(devices)
-    if target.num_devices != len(devices) or devices[0].platform not in (target.compiler, target.chip.kind):
+    own, num = target_of(devices).chip.name, len(devices)
+    is_compiled_for = target.compiler == "cpu" if devices[0].platform == "cpu" else target.chip.name == own
+    if target.num_devices != num or not is_compiled_for:
         raise ConfigError(
-            f"target {target.name} has {target.num_devices} devices of platform {target.compiler}, the step has "
-            f"{len(devices)} of {devices[0].platform} ({describe_mesh(program.mesh.shape)}). A step is compiled "
-            "for its own devices. Pass make(devices), which creates the mesh from the target's devices and returns "
-            "the jitted step and its arguments."
+            f"target {target.name} is {target.num_devices} devices of {target.chip.name}, the step has {num} of {own} "
+            f"({describe_mesh(program.mesh.shape)}). A step is compiled for its own devices; CPU devices replace "
+            "as many GPUs. Pass make(devices), which creates the mesh from the target's devices and returns the jitted "
+            "step and its arguments."
         )
     limit = memory.memory_limit(devices) if target.chip.kind == "cpu" else None
     return dataclasses.replace(target, devices=devices, limit_bytes=limit)
@@ -439,13 +461,15 @@ def _on_devices_of(program: ExternalProgram, target: Target) -> Target:
 def _plan(program: ExternalProgram, machine: Target, call_s: float) -> StepPlan:
     if program.mesh.size != len(machine.devices):
         raise ConfigError(
-            f"the step of make(devices) has {program.mesh.size} devices, target {machine.name} has "
-            f"{len(machine.devices)}. Its arguments have to be on a mesh of all devices. Give them shardings: "
+            f"the step of make(devices) runs on {program.mesh.size} of the {len(machine.devices)} devices of target "
+            f"{machine.name}. Its arguments have to be on a mesh of all devices. Give them shardings: "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))."
         )
     document = plan_program(program, machine, call_s)
     document["mesh"] = dict(program.mesh.shape)
     document["wire"]["least"] = {}
+    for row, argument in zip(document["layout"], program.arguments, strict=True):
+        row["device_bytes"] = argument.device_bytes
     document["config"] = ""
     apply = [f for f in document["findings"] if f["code"] in _FIXES]
     document["findings"] = [{**f, "fix": _FIXES[f["code"]] or f["fix"]} for f in apply]

@@ -99,7 +99,9 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
     if len(rows) > MAX_ROWS:
         rest = sum(row["bytes_at_least"] for row in rows[MAX_ROWS:])
         out.print(f"[dim]and {len(rows) - MAX_ROWS} more, {format_bytes(rest)}; --json and --html have all[/]")
-    totals = ", ".join(f"{axes} {_bytes_of(num, 0)}" for axes, num in document["wire"]["by_axes"].items())
+    totals = ", ".join(
+        f"{axes} {'unknown' if num is None else format_bytes(num)}" for axes, num in document["wire"]["by_axes"].items()
+    )
     out.print(f"[dim]by axis: {totals}[/]")
     if least := document["wire"].get("least"):
         formulas = ", ".join(f"{axes} {format_bytes(num)}" for axes, num in least.items())

@@ -142,6 +142,19 @@ def test_mesh_of_the_caller_stays_in_context():
     assert sent(found, "rows") == 16 * 8 * 4 * 7 // 8
 
 
+def test_axes_are_those_of_the_step():
+    """The arguments of a pmap, and of code that shards them itself, may be on a mesh with other names."""
+    devices = np.array(jax.devices())
+    rows = NamedSharding(Mesh(devices, "q"), P("q"))
+    inside = lambda x: jax.lax.psum((x @ x.T).sum(), "d")
+    step = jax.jit(jax.shard_map(inside, mesh=Mesh(devices, "d"), in_specs=P("d"), out_specs=P()))
+    found = sk.plan_step(step, jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=rows)).document
+    assert (found["mesh"], sent(found, "d"), found["layout"][0]["device_bytes"]) == ({"d": 8}, 7, 2 * 4 * 4)
+    mapped = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")
+    found = sk.plan_step(mapped, jax.ShapeDtypeStruct((8, 100), jnp.float32)).document
+    assert (found["mesh"], sent(found, "i")) == ({"i": 8}, 2 * 7 * 100 * 4 // 8)
+
+
 def one_device(devices):
     return jax.jit(jnp.sin), (jax.ShapeDtypeStruct((4,), jnp.float32),)
 
@@ -154,20 +167,32 @@ def not_jitted(devices):
     return jnp.sin.__wrapped__, (1.0,)
 
 
+def indivisible(devices):
+    return jax.jit(jnp.sin), (
+        jax.ShapeDtypeStruct((9,), jnp.float32, sharding=NamedSharding(Mesh(devices, "d"), P("d"))),
+    )
+
+
+def no_array(devices):
+    return jax.jit(jnp.sin), ("text",)
+
+
 def raises(devices):
     return devices.reshape(3, 3)
 
 
 WRONG = {
-    one_device: "has 1 devices, target cpu:8 has 8",
+    one_device: "runs on 1 of the 8 devices of target cpu:8",
     no_pair: "It must return the jitted step and a tuple",
+    indivisible: "JAX rejects the arguments of the step: IndivisibleError.*Fix that argument",
+    no_array: "JAX rejects the arguments of the step: TypeError",
     not_jitted: "It must return the jitted step",
 }
 
 
 @pytest.mark.parametrize(("make", "message"), WRONG.items())
 def test_wrong_make_is_one_message(make, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         sk.plan_step(make, target="cpu:8")
 
 
@@ -175,8 +200,10 @@ def test_wrong_arguments_are_one_message():
     step, arguments = steps.make_transformer(np.array(jax.devices()))
     with pytest.raises(ConfigError, match=r"not jitted, with 3 arguments.*Pass jax.jit\(step\)"):
         sk.plan_step(step.__wrapped__, *arguments)
-    with pytest.raises(ConfigError, match=r"target cpu:4 has 4 devices.*the step has 8.*Pass make\(devices\)"):
+    with pytest.raises(ConfigError, match=r"target cpu:4 is 4 devices of cpu, the step has 8.*Pass make\(devices\)"):
         sk.plan_step(step, *arguments, target="cpu:4")
+    with pytest.raises(ConfigError, match="is 8 devices of v5e, the step has 8 of cpu"):
+        sk.plan_step(step, *arguments, target="tpu:v5e:2x4")
     with pytest.raises(ConfigError, match="begins with 'tpux'"):
         sk.plan_step(step, *arguments, target="tpux:8")
     with pytest.raises(ConfigError, match=r"missing a required argument: 'opt_state'.*Pass the positional arguments"):
