@@ -41,10 +41,10 @@ from spmdkit.plan.document import Document, plan_program
 from spmdkit.plan.findings import Finding
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.machine.calibrate import with_measured
+from spmdkit.plan.machine.links import crossing_axes
 from spmdkit.plan.machine.target import Target, open_target, parse_target, target_of
 from spmdkit.program import memory
-from spmdkit.program.program import Program
-from spmdkit.program.script_program import donated_arguments
+from spmdkit.program.script_program import ScriptProgram, donated_arguments
 from spmdkit.step import trace_context
 from spmdkit.step.step import Batch
 
@@ -271,11 +271,11 @@ class _Argument:
         return memory.shard_bytes(self.aval.shape, self.aval.dtype, self.sharding)
 
 
-class ExternalProgram(Program):
+class ExternalProgram(ScriptProgram):
     """A step that does not use spmdkit. Only the attributes of `Program` that a plan uses are defined."""
 
     def __init__(self, step: Any, traced: jax.stages.Traced, arguments: Sequence[Any]):
-        self.traced = traced
+        self._traced_step = traced
         self.notes, self.compile_log = [], []
         given = [getattr(x, "sharding", None) for x in jax.tree.leaves(tuple(arguments)) if _is_array(x)]
         flat = jax.tree.leaves(traced.args_info)
@@ -295,10 +295,11 @@ class ExternalProgram(Program):
         if len(final) >= len(flat):
             given = [a if b is None else b for a, b in zip(given, final, strict=False)]
         replicated = NamedSharding(mesh, PartitionSpec())
-        paths, names = _paths(step, traced, arguments), traced.jaxpr.jaxpr.debug_info.arg_names
+        paths, invars = _paths(step, traced, arguments), traced.jaxpr.jaxpr.invars
+        names = traced.jaxpr.jaxpr.debug_info.arg_names
         self.arguments = [
-            _Argument(path, name or "", leaf._aval, sharding or replicated, leaf.donated)
-            for path, name, leaf, sharding in zip(paths, names, flat, given, strict=True)
+            _Argument(path, name or "", var.aval, sharding or replicated, leaf.donated)
+            for path, name, leaf, var, sharding in zip(paths, names, flat, invars, given, strict=True)
         ]
         self.layout = [_placement(a, mesh) for a in self.arguments]
         self.argument_names = {a.path: a.name for a in self.arguments}
@@ -328,21 +329,6 @@ class ExternalProgram(Program):
         return int(math.prod(shape[:1]) // max(1, math.prod(self._batch.sharding.shard_shape(shape)[:1])))
 
     @property
-    def phases(self) -> tuple[Any, ...]:
-        """A step has one program."""
-        return ()
-
-    @property
-    def row_table(self) -> list[Any]:
-        """The rows of the inputs are not analyzed."""
-        return []
-
-    @property
-    def computes_twice(self) -> bool:
-        """Unknown: the arithmetic of the step is that of the model."""
-        return False
-
-    @property
     def input_bytes(self) -> memory.InputBytes:
         """The arguments of the step, in bytes per device."""
         device, host = {"inputs": 0}, dict[str, int]()
@@ -350,9 +336,6 @@ class ExternalProgram(Program):
             name, where = _LABELS[a.field], host if _is_on_host(a.sharding) else device
             where[name] = where.get(name, 0) + a.device_bytes
         return memory.InputBytes(device, host)
-
-    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        return lowered.compile()
 
 
 def _is_on_host(sharding: Any) -> bool:
@@ -473,7 +456,7 @@ def _plan(program: ExternalProgram, machine: Target, call_s: float) -> StepPlan:
     document["config"] = ""
     apply = [f for f in document["findings"] if f["code"] in _FIXES]
     document["findings"] = [{**f, "fix": _FIXES[f["code"]] or f["fix"]} for f in apply]
-    document["findings"] += map(vars, _not_donated(program))
+    document["findings"] += map(vars, [*_not_donated(program), *_crossing(program, machine, document)])
     return StepPlan(document)
 
 
@@ -494,3 +477,20 @@ def _not_donated(program: ExternalProgram) -> Iterator[Finding]:
             None,
             "Donate the state: jax.jit(step, donate_argnums=0).",
         )
+
+
+def _crossing(program: ExternalProgram, machine: Target, document: Document) -> Iterator[Finding]:
+    """Yields a finding for each axis that does not shard the batch and whose collectives cross hosts or slices."""
+    axes = crossing_axes(machine, program.mesh) - {*program.data_axes} if machine.num_slices > 1 else ()
+    for axis in sorted(axes):
+        rows = [r for r in document["collectives"] if axis in r["axes"] and r["crosses"] and r["counted"]]
+        sent = sum(row["bytes_at_least"] for row in rows)
+        if sent >= max(MIN_BYTES, document["collective_bytes_at_least"] // 50):
+            kind = "hosts" if machine.chip.kind == "gpu" else "slices"
+            yield Finding(
+                "axis-crosses-slow-links",
+                f"{axis} ({program.sizes[axis]}) spans {kind}: {format_bytes(sent)} a step and device over "
+                f"{machine.chip.outer.name}",
+                max(rows, key=lambda row: row["bytes_at_least"])["source"],
+                "Order the devices of the mesh so that the axis lies within one of them: the last axis varies fastest.",
+            )

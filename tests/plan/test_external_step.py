@@ -155,6 +155,20 @@ def test_axes_are_those_of_the_step():
     assert (found["mesh"], sent(found, "i")) == ({"i": 8}, 2 * 7 * 100 * 4 // 8)
 
 
+@pytest.mark.parametrize(("shape", "crosses"), [((2, 4), True), ((4, 2), False)])
+def test_axis_between_hosts_is_reported(shape, crosses):
+    """An activation is summed over tp, which is the slower axis of the mesh in one case."""
+
+    def make(devices):
+        mesh = Mesh(devices.reshape(shape), ("tp", "dp") if crosses else ("dp", "tp"))
+        array = lambda shape, *spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+        return jax.jit(lambda w, x: x @ w), (array((64, 512), "tp"), array((256, 64), "dp", "tp"))
+
+    found = sk.plan_step(make, target="gpu:h100:2x4").document
+    assert sent(found, "tp") == 256 // 4 * 512 * 4
+    assert [finding["code"] for finding in found["findings"]] == ["axis-crosses-slow-links"] * crosses
+
+
 def one_device(devices):
     return jax.jit(jnp.sin), (jax.ShapeDtypeStruct((4,), jnp.float32),)
 
