@@ -50,6 +50,7 @@ def trained(program, plain):
     return jax.device_get(state.params), params, found, wanted
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("kind", ["example", "class"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_weights_of_examples_and_classes_equal_plain_jax(mesh, kind):

@@ -45,6 +45,7 @@ def trained(task=TASK, steps=4, **settings):
     return jax.device_get(state.params), found, program
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_examples_of_the_loss_are_those_of_one_device(mesh, microbatches):

@@ -252,7 +252,7 @@ def state_observations():
     leaves.append(jax.random.split(jax.random.key(0), 4))
     for x, kind in itertools.product(leaves, agreement.KINDS):
         yield lambda x=x, kind=kind: agreement.declared_reductions({"a": kind}, {"a": x[0]})
-        for usage in made_usages():
+        for usage in made_usages()[-8:] if x is not leaves[1] else ():
             usages = [dataclasses.replace(usage, factor=factor) for factor in (None, 0.5, 1)]
             for each, declared in itertools.product(usages, ({}, {"a": kind})):
                 yield lambda x=x, each=each, declared=declared: agreement.state_reductions(
@@ -260,6 +260,7 @@ def state_observations():
                 )
         if kind == "identical" or (x.dtype != bool and jnp.issubdtype(x.dtype, jnp.number) and x.dtype != "complex64"):
             yield lambda x=x, kind=kind: reduced(x, kind)
+    yield lambda: agreement.state_reductions({}, [("a", leaves[0][0])], [])
     yield lambda: agreement.declared_reductions({"b": "sum"}, {})
     yield lambda: agreement.declared_reductions({"b": "sum"}, {"a": leaves[0]})
     yield lambda: reduced(leaves[0], "unchanged")
