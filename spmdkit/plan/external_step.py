@@ -480,7 +480,7 @@ def _not_donated(program: ExternalProgram) -> Iterator[Finding]:
 
 
 def _crossing(program: ExternalProgram, machine: Target, document: Document) -> Iterator[Finding]:
-    """Yields a finding for each axis that does not shard the batch and whose collectives cross hosts or slices."""
+    """Yields a finding for each axis with collectives that cross hosts or slices, other than those of the batch."""
     axes = crossing_axes(machine, program.mesh) - {*program.data_axes} if machine.num_slices > 1 else ()
     for axis in sorted(axes):
         rows = [r for r in document["collectives"] if axis in r["axes"] and r["crosses"] and r["counted"]]

@@ -44,28 +44,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
     check_batch(config, sizes)
     process_shares = functools.partial(_shares, on=on, sizes=sizes)
     shares = process_shares(task.train_data, config.largest_batch, config.microbatches, "train_data")
-    batch_sizes = data.continued((), 0, config.batch_sizes)
-    sizes_of_steps = batch_sizes if len(batch_sizes) > 1 else ()
-    if shares and sizes_of_steps:
-        raise ConfigError("batch_size is a schedule, and train_data is sk.per_process. Set one batch_size.")
-    skipped = data.merge_ranges(options.skipped_ranges())
-    schedule: data.BatchSchedule
-    if isinstance(source, data.CheckedStream):
-        schedule = data.StreamSchedule(
-            config.largest_batch, "train_data", options.repeat, skipped, sizes=sizes_of_steps
-        )
-    else:
-        schedule = data.Schedule(
-            num_examples=sum(share.examples for share in shares) or len(source),
-            batch_size=config.largest_batch,
-            seed=config.seed,
-            shuffle=options.shuffle and has_data,
-            drop_remainder=options.drop_remainder,
-            skipped=skipped,
-            shares=shares,
-            sizes=sizes_of_steps,
-            buckets=_buckets(options, source),
-        )
+    schedule = _training_schedule(config, source, shares, shuffle=options.shuffle and has_data)
     feed = functools.partial(Feed, mesh=on, sizes=sizes, prefetch=options.prefetch, threads=options.threads)
     train = feed(
         source,
@@ -101,6 +80,30 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
         padded = padded or not schedule.always_full
     settings = {"microbatches": 1, "padded": padded, "skipped_rows": ledger, "most_batches": config.eval.batches}
     return Feeds(train, {name: open_feed(**settings) for name, open_feed in opened.items()})
+
+
+def _training_schedule(
+    config: Config, source: Any, shares: tuple[data.ProcessRows, ...], shuffle: bool
+) -> data.BatchSchedule:
+    """Returns the order of the examples in training; `shares`: those of `sk.per_process`, otherwise empty."""
+    options, batch_sizes = config.data, data.continued((), 0, config.batch_sizes)
+    sizes = batch_sizes if len(batch_sizes) > 1 else ()
+    if shares and sizes:
+        raise ConfigError("batch_size is a schedule, and train_data is sk.per_process. Set one batch_size.")
+    skipped = data.merge_ranges(options.skipped_ranges())
+    if isinstance(source, data.CheckedStream):
+        return data.StreamSchedule(config.largest_batch, "train_data", options.repeat, skipped, sizes=sizes)
+    return data.Schedule(
+        num_examples=sum(share.examples for share in shares) or len(source),
+        batch_size=config.largest_batch,
+        seed=config.seed,
+        shuffle=shuffle,
+        drop_remainder=options.drop_remainder,
+        skipped=skipped,
+        shares=shares,
+        sizes=sizes,
+        buckets=_buckets(options, source),
+    )
 
 
 def check_next_examples(feed: Feed) -> None:
