@@ -131,6 +131,16 @@ def grain_rows() -> Any:
     return grain_map().to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
 
 
+def grain_slices(num: int) -> Iterator[Any]:
+    """Yields the rows of `num` slices, in turn."""
+    import grain
+
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    slices = [iter(grain_map().slice(slice(i, None, num)).to_iter_dataset(options)) for i in range(num)]
+    for rows in zip(*slices, strict=True):
+        yield from rows
+
+
 def array_records() -> Any:
     import grain
 
@@ -168,6 +178,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Iterator[Any]], bool]]
     "`@sk.stream` function, rows": (lambda: function, lambda _: function(0, 1, 0), False),
     "grain `MapDataset` (indexed)": (grain_map, shuffled, False),
     "grain `IterDataset`": (grain_rows, iter, False),
+    "grain `IterDataset`, plain loop over 8 slices": (grain_rows, lambda _: grain_slices(8), False),
     "ArrayRecord by grain (indexed)": (array_records, shuffled, False),
     "HF `Dataset` (indexed)": (hugging_face_map, shuffled, False),
     "HF `IterableDataset`, numpy rows": (lambda: hugging_face("numpy"), iter, False),

@@ -1,4 +1,4 @@
-"""The batches of the steps as a grain dataset. Separate from prefetch.py because importing grain takes 0.3 s."""
+"""Datasets of grain: the batches of the steps, a part of a dataset. Separate because importing grain takes 0.3 s."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ class StepDataset(grain.MapDataset):  # type: ignore[misc]
 
     def __getitem__(self, index: Any) -> Any:
         return self._read(index)
+
+
+class PartDataset(grain.MapDataset):  # type: ignore[misc]
+    """The elements `[start::step]` of a dataset. `dataset.slice` takes 3 us per element for its statistics (grain
+    0.2.18)."""
+
+    def __init__(self, dataset: Any, start: int, step: int):
+        super().__init__(dataset)
+        self._dataset, self._indices = dataset, range(start, len(dataset), step)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[self._indices[index]]
 
 
 def read(dataset: StepDataset, num_threads: int, buffer_size: int) -> Any:

@@ -22,7 +22,7 @@ from spmdkit.errors import CheckpointError, ConfigError, SpmdkitError, UserCodeE
 
 MARK_EVERY = 16
 """Minimum number of examples between two marks of a shard."""
-MARK_SHARE = 0.01
+MARK_SHARE = 0.002
 """Maximum share of the time that is spent on marks."""
 READ_AGAIN = 256
 """Examples that are read again at a time."""

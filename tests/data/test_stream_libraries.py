@@ -172,6 +172,16 @@ def noise(row, rng):
     return {**row, "x": row["x"] + rng.normal(size=3).astype(np.float32)}
 
 
+@pytest.mark.parametrize("make", [lambda rows: rows.shuffle(seed=1), lambda rows: rows.repeat(3)])
+def test_shards_of_grain_are_its_slices(make):
+    import grain
+
+    data, shards = make(grain.MapDataset.range(11)), 4
+    for shard in range(shards):
+        opened = open_stream(data.to_iter_dataset()).open(shard, shards, 0, 0, None)
+        assert list(iter(opened.__next__, None)) == list(data.slice(slice(shard, None, shards)).to_iter_dataset())
+
+
 def test_rows_of_getitems_that_raise_are_named():
     class Rows(list):
         def __getitems__(self, keys):

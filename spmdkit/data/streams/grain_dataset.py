@@ -1,4 +1,4 @@
-"""grain `IterDataset`: a shard is a slice of each `MapDataset` below it, with its exact state."""
+"""grain `IterDataset`: a shard is a part of each `MapDataset` below it, with its exact state."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class GrainStream:
 
     def most_shards(self) -> int | None:
         """Returns None, or 1 if a source of the chain has no slices."""
-        return 1 if _sliced(self._dataset, slice(0, None, 2)) is None else None
+        return 1 if _part(self._dataset, 0, 2) is None else None
 
     def open(self, shard: int, num_shards: int, seed: int, epoch: int, state: State | None) -> GrainShard:
-        """Returns the slice `[shard::num_shards]`. The seed and the epochs are those of the chain (`.repeat()`)."""
-        dataset = self._dataset if num_shards == 1 else _sliced(self._dataset, slice(shard, None, num_shards))
+        """Returns the part `[shard::num_shards]`. The seed and the epochs are those of the chain (`.repeat()`)."""
+        dataset = self._dataset if num_shards == 1 else _part(self._dataset, shard, num_shards)
         return GrainShard(iter(dataset), state)
 
 
@@ -52,20 +52,27 @@ def _nodes(dataset: Any) -> Iterator[Any]:
         yield from _nodes(parent)
 
 
-def _sliced(dataset: Any, part: slice) -> Any:
-    """Returns a copy with slices of the data, as grain's own worker processes read them; None if it has none. The data
-    are shared."""
-    maps = [node for node in _nodes(dataset) if isinstance(node, sys.modules["grain"].MapDataset)]
-    dataset = copy.deepcopy(dataset, {id(node): node for node in maps})
-    nodes = [dataset]
+def _part(dataset: Any, shard: int, num_shards: int) -> Any:
+    """Returns a copy that reads the elements `[shard::num_shards]` of each source; None if a source has no parts.
+
+    A source is a `MapDataset`, or a dataset with `set_slice`, which grain's worker processes call. Data are shared.
+    """
+    from spmdkit.data.grain_reader import PartDataset
+
+    is_map = lambda node: isinstance(node, sys.modules["grain"].MapDataset)
+    copies, sources, nodes = dict[int, Any](), list[Any](), [dataset]
     for node in nodes:
-        if hasattr(node, "set_slice"):
-            node.set_slice(part)
+        maps = [parent for parent in node.parents if is_map(parent)]
+        copies |= {id(parent): PartDataset(parent, shard, num_shards) for parent in maps}
+        if not maps and hasattr(node, "set_slice"):
+            sources.append(node)
         elif not node.parents:
             return None
-        else:
-            nodes += node.parents
-    return dataset
+        nodes += [parent for parent in node.parents if not is_map(parent)]
+    copied = copy.deepcopy(dataset, copies)
+    for node in sources:
+        copies[id(node)].set_slice(slice(shard, None, num_shards))  # deepcopy adds its copies
+    return copied
 
 
 def open_stream(data: Any) -> GrainStream | None:
