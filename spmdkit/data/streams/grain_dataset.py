@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from spmdkit.data.streams.base import State
@@ -59,7 +59,7 @@ def _part(dataset: Any, shard: int, num_shards: int) -> Any:
     """
     from spmdkit.data.grain_reader import PartDataset
 
-    is_map = lambda node: isinstance(node, sys.modules["grain"].MapDataset)
+    is_map: Callable[[Any], bool] = lambda node: isinstance(node, sys.modules["grain"].MapDataset)
     copies, sources, nodes = dict[int, Any](), list[Any](), [dataset]
     for node in nodes:
         maps = [parent for parent in node.parents if is_map(parent)]
