@@ -1,11 +1,13 @@
 # make demo | test | quick | extras | slurm | mpirun | ray | network | engines | thorough | verify | tpu | reference |
-# lint | fuzz | soak | bench | versions-matrix | constraints. Targets run in .venv, which is created from
+# plan-published | lint | fuzz | soak | bench | versions-matrix | constraints. Targets run in .venv, which is created from
 # constraints.txt on first use. Targets that need a package of more than 100 MB (the TPU compiler) run in .venv-extras.
 
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= .venv-extras
 REFERENCE ?= .venv-reference
+MAXTEXT ?= .venv-maxtext
+PYTHON312 ?= python3.12
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
@@ -13,7 +15,7 @@ BOUND := timeout -s KILL
 # Bytecode halves the time of importing the sources and the tests, in each worker and each process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference lint types fuzz soak bench constraints versions versions-matrix browser clean
+.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference plan-published lint types fuzz soak bench constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -80,6 +82,13 @@ reference:
 	$(BOUND) 900 $(REFERENCE)/bin/python tests/reference/tensorflow_numbers.py $(WRITE)
 	$(BOUND) 600 $(REFERENCE)/bin/python -m pytest -k 'tf.data' tests/data/test_stream_libraries.py
 
+# Compiles MaxText's own step for the runs of benchmarks/published.yaml that have no saved program, and compares the
+# predicted step times with the published ones. Installs 3 GB into its own environment (Python 3.12). Takes hours; an
+# interrupted command continues with the next run.
+plan-published: $(MAXTEXT)/.done $(VENV)/.test
+	$(BIN)/python benchmarks/published.py compile --python $(MAXTEXT)/bin/python
+	$(BIN)/python benchmarks/published.py table --write
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
@@ -128,6 +137,11 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@ $(VENV)/.demo
+
+$(MAXTEXT)/.done: benchmarks/maxtext/requirements.txt
+	test -x $(MAXTEXT)/bin/python || $(PYTHON312) -m venv $(MAXTEXT)
+	$(MAXTEXT)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --requirement $<
+	@touch $@
 
 $(EXTRAS)/.test: pyproject.toml constraints.txt
 	test -x $(EXTRAS)/bin/python || $(PYTHON) -m venv $(EXTRAS)
