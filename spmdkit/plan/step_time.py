@@ -33,7 +33,7 @@ from spmdkit.plan.costs import Costs
 from spmdkit.plan.hlo import loops
 from spmdkit.plan.hlo.collectives import OPCODES
 from spmdkit.plan.hlo.text import Computation, Instruction, Module
-from spmdkit.plan.hlo.tpu_forms import ended_channel, estimated_cycles
+from spmdkit.plan.hlo.tpu_forms import chain_of, ended_chain, estimated_cycles
 from spmdkit.plan.kernels import target_of
 from spmdkit.plan.machine.links import LinkPath, link_path_of
 from spmdkit.plan.machine.target import Target
@@ -294,8 +294,8 @@ class _Walk:
                 line.wait(line.pending.pop(received))
         elif not i.opcode.endswith("-done"):
             self._compute(i, line)
-        if (channel := ended_channel(self._module, i)) is not None and channel in line.pending:
-            line.wait(line.pending.pop(channel))
+        if (chain := ended_chain(self._module, i)) is not None and chain in line.pending:
+            line.wait(line.pending.pop(chain))
 
     def _sent_by(self, i: Instruction) -> Iterator[Instruction]:
         """Yields the collectives that an instruction is or calls."""
@@ -320,7 +320,7 @@ class _Walk:
             elif i.opcode.endswith("-start") or early:
                 line.pending[i.name] = transfer
             elif c.is_async:
-                line.pending[inner.attribute("channel_id") or ""] = transfer
+                line.pending[chain_of(inner)] = transfer
             else:
                 blocking.append(transfer)
         if i.opcode == "fusion":

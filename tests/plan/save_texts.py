@@ -17,9 +17,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from spmdkit.config import load_config
 from spmdkit.plan.machine.target import open_target, parse_target
+from spmdkit.program.opening import open_program, task_of
+from tests.plan.golden_collectives import LITTLE_TEXT
 from tests.plan.known_traffic import compiled
 
+ROOT = Path(__file__).parents[2]
 TEXTS = Path(__file__).with_name("texts")
 SAVED = {
     "ring_in_a_scan": "tpu:v5p:2x2x2",
@@ -28,6 +32,8 @@ SAVED = {
     "conditional": "tpu:v5e:2x4",
     "accumulation": "tpu:v5e:2x4",
 }
+STRATEGIES = {"fsdp": "tpu:v5e:2x4", "zero2": "tpu:v5p:2x2x2", "pipeline": "tpu:v5p:2x2x2", "context": "tpu:v5e:2x4"}
+"""Configs of `configs/`: a text is saved as `fsdp_step`."""
 
 
 def gather_over_a_torus():
@@ -62,8 +68,17 @@ def save(name, text):
     (TEXTS / f"{name}.txt.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
+def step(name, target):
+    """Returns the text of the step of `configs/<name>.yaml`."""
+    machine = open_target(parse_target(target))
+    config = load_config(ROOT / "configs" / f"{name}.yaml", LITTLE_TEXT)
+    return open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes).compiled.as_text()
+
+
 if __name__ == "__main__":
     for name, target in SAVED.items():
         save(name, compiled(name, open_target(parse_target(target)).devices).as_text())
     save("gather_over_a_torus", gather_over_a_torus())
     save("scatter_in_a_fusion", scatter_in_a_fusion())
+    for name, target in STRATEGIES.items():
+        save(f"{name}_step", step(name, target))

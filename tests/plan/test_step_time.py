@@ -133,7 +133,7 @@ def test_fake_devices_of_a_gpu_start_when_operands_are_ready():
 SPREAD = """
 %{name} (p: f32[500,1000]) -> f32[1000,1000] {{
   %p = f32[500,1000]{{1,0}} parameter(0)
-  %g.{name} = f32[1000,1000]{{1,0}} all-gather(%p), channel_id=7, replica_groups={groups}, dimensions={{0}}, backend_config={{"async_collective_fusion_config":{{"flag_start":"2"}}}}
+  %g.{name} = f32[1000,1000]{{1,0}} all-gather(%p), channel_id=7, replica_groups={groups}, dimensions={{0}}{chain}, backend_config={{"async_collective_fusion_config":{{"flag_start":"2"}}}}
   ROOT %c = f32[1000,1000]{{1,0}} custom-call(%g.{name}), custom_call_target="{target}"
 }}
 """  # noqa: E501
@@ -141,7 +141,7 @@ SPREAD = """
 
 def test_a_spread_collective_takes_until_its_last_fusion():
     targets = {"first": "AsyncCollectiveStart", "middle": "Other", "last": "AsyncCollectiveDone"}
-    more = "".join(SPREAD.format(name=n, target=t, groups=INSIDE) for n, t in targets.items())
+    more = "".join(SPREAD.format(name=n, target=t, groups=INSIDE, chain="") for n, t in targets.items())
     part = lambda name, config="": f"%f.{name} = {W} fusion(%s), kind=kCustom, calls=%{name}{config}"
     cycles = ', backend_config={"window_config":{"estimated_cycles":"1000000"}}'
     tpu = machine(clock_hz=1e9 * CYCLES)
@@ -149,6 +149,17 @@ def test_a_spread_collective_takes_until_its_last_fusion():
     assert timed(text, tpu) == (2, 1), "1 ms of cycles in the fusion between the two"
     text = program(part("first"), part("last"), part("middle", cycles), more=more)
     assert timed(text, tpu) == (3, 2)
+
+
+def test_two_chains_of_one_channel_end_separately():
+    chain = lambda n: f', frontend_attributes={{chain_id="{n}"}}'
+    targets = {"first": "AsyncCollectiveStart", "last": "AsyncCollectiveDone"}
+    more = "".join(
+        SPREAD.format(name=f"{n}{c}", target=t, groups=INSIDE, chain=chain(c)) for n, t in targets.items() for c in "12"
+    )
+    part = lambda name: f"%f.{name} = {W} fusion(%s), kind=kCustom, calls=%{name}"
+    text = program(part("first1"), part("first2"), part("last1"), dot("d"), part("last2"), more=more)
+    assert timed(text, machine(clock_hz=1e9)) == (4, 2), "the product overlaps with the second chain"
 
 
 def test_cycles_of_the_compiler_count_where_it_reports_them():

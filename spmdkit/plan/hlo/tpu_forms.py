@@ -1,8 +1,9 @@
 """What only the TPU compiler writes: its estimate of cycles, and two forms of collectives.
 
 *Spread over fusions* (async collective fusion): a collective that overlaps with products is written into each fusion
-that it overlaps with, every time with the same channel and an `async_collective_fusion_config`: in the first with a
-custom call `AsyncCollectiveStart`, in the last with `AsyncCollectiveDone`. It is sent once: the first counts.
+that it overlaps with, every time with the same chain and an `async_collective_fusion_config`: in the first with a
+custom call `AsyncCollectiveStart`, in the last with `AsyncCollectiveDone`. It is sent once: the first counts. Several
+chains may share a channel.
 
 *Between slices* (megascale): a `send` to the host with `_xla_megascale_transfer_type="ALL_REDUCE"` and its `recv`. Each
 device exchanges data with the devices at its position in the other slices
@@ -37,11 +38,17 @@ def is_continued(module: Module, i: Instruction) -> bool:
     return is_spread(i) and not any(starts in other.attributes for other in module.around(i).instructions)
 
 
-def ended_channel(module: Module, i: Instruction) -> str | None:
-    """Returns the channel of the spread collective that a fusion waits for, or None."""
+def chain_of(i: Instruction) -> str:
+    """Returns what identifies a spread collective: its chain, or its channel."""
+    match = re.search(r'chain_id="(\d+)"', i.attributes)
+    return f"chain {match[1]}" if match else f"channel {i.attribute('channel_id')}"
+
+
+def ended_chain(module: Module, i: Instruction) -> str | None:
+    """Returns the chain of the spread collective that a fusion waits for, or None."""
     inside = module.fused(i).instructions if i.opcode == "fusion" else ()
     if any('custom_call_target="AsyncCollectiveDone"' in other.attributes for other in inside):
-        return next((other.attribute("channel_id") for other in inside if is_spread(other)), None)
+        return next((chain_of(other) for other in inside if is_spread(other)), None)
     return None
 
 
