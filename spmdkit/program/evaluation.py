@@ -114,8 +114,8 @@ class SetEvaluator:
         self._what = "eval_fn" if task.eval_fn else "loss_fn in evaluation"
         stateful = abstract_state.model_state is not None
         groups = context.sharding.state_groups
-        context = context.with_options(remat=None, remat_whole=False).for_new_trace()
-        context = context.with_sharding(microbatches=1, state_groups=None)
+        context = context.with_options(remat=None, remat_whole=False).with_sharding(microbatches=1, state_groups=None)
+        context = context.for_new_trace()
         assert context.sharding.mesh is not None
         self._whole = NamedSharding(context.sharding.mesh, PartitionSpec())
         abstract_batch = feed.abstract()
@@ -127,24 +127,20 @@ class SetEvaluator:
         def evaluate_batch(totals: Any, current: TrainState, batch: Batch) -> tuple[Any, dict[str, Metric]]:
             number, before = (jnp.zeros((), jnp.int32), None) if totals is None else totals
             arguments = to_device(current), batch.examples, batch.mask, number
-            key_seed = seed if needs_key else None
-            fixed = evaluated, context, groups is not None, params_of, key_seed
+            fixed = evaluated, context, groups is not None, params_of, seed if needs_key else None
             sums_of: Callable[..., dict[str, Metric]] = functools.partial(_sums_of, *fixed)
             if context.sharding.explicit:
-                with trace_context.tracing(context):
-                    shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
-                    sums = call_explicit(context, sums_of, shardings, *arguments)
-            else:
-                sums = sums_of(*arguments)
+                shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
+                sums_of = functools.partial(_call_explicit, context, sums_of, shardings)
+            sums = sums_of(*arguments)
             counted = batch.mask.any().astype(jnp.int32) if feed.ends and batch.mask is not None else 1
             return number + counted, sums if before is None else merge_next_batch(before, sums)
 
         evaluate_batch.__name__ = "evaluate"  # the name in profiles and in XLA's dumps
 
         def trace() -> Any:
-            return jax.make_jaxpr(functools.partial(evaluate_batch, None), return_shape=True)(
-                abstract_state, abstract_batch
-            )
+            first = functools.partial(evaluate_batch, None)
+            return jax.make_jaxpr(first, return_shape=True)(abstract_state, abstract_batch)
 
         def lowered() -> jax.stages.Lowered:
             placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), self._totals)
@@ -153,13 +149,10 @@ class SetEvaluator:
         jaxpr, self._totals = call_user(trace, self._what)
         self.row_usages: Sequence[Usage] = ()
         if task.eval_fn is not None and not context.sharding.explicit:
-            arguments = params, on_device.model_state, abstract_batch.examples
             masked = dataclasses.replace(context, mask=abstract_batch.mask)
-            self.row_usages = evaluation_usages(masked, eval_fn, stateful, *arguments)
-        form, ordered = context.sharding.form, callbacks.has_ordered_effects(jaxpr) and task.view == "global"
-        if (form == "plain" and not context.usage.shard_maps and names_replicas(jaxpr)) or (
-            form == "manual" and ordered
-        ):
+            examples = abstract_batch.examples
+            self.row_usages = evaluation_usages(masked, eval_fn, stateful, params, on_device.model_state, examples)
+        if _needs_mapped(context, jaxpr, task):
             context = context.with_sharding(form="mapped").for_new_trace()
             _, self._totals = call_user(trace, self._what)
         self._lower, self._compile, self.of_batch = lowered, compile, evaluate_batch
@@ -217,6 +210,13 @@ class SetEvaluator:
             raise padding_check.refused_evaluation(effects, self._what, feed.schedule)
 
 
+def _needs_mapped(context: trace_context.Context, jaxpr: Any, task: Task) -> bool:
+    """Returns whether an evaluation can only run in the form that binds the names of the replicas' axes."""
+    if context.sharding.form == "plain":
+        return not context.usage.shard_maps and names_replicas(jaxpr)
+    return context.sharding.form == "manual" and callbacks.has_ordered_effects(jaxpr) and task.view == "global"
+
+
 def _values(metrics: dict[str, Metric]) -> dict[str, Any]:
     return {name: metric.value for name, metric in metrics.items()}
 
@@ -229,6 +229,11 @@ def _value(metric: Metric) -> Any:
             return float(np.divide(metric.sum, metric.count)) if counted else 0.0
     value = np.asarray(metric.value)
     return value if value.ndim else float(value)
+
+
+def _call_explicit(context: trace_context.Context, function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+    with trace_context.tracing(context):
+        return call_explicit(context, function, shardings, *args)
 
 
 def _sums_of(

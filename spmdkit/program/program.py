@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import compat, data
 from spmdkit.communication.reducers.base import Reducer
@@ -118,8 +118,25 @@ class Program:
         self._eval_params = eval_params_of(task, self._abstract_state)
         check_names(self._abstract_state, "the state")
         check_dtypes(self._abstract_state, self._devices)
+        self._place_state(abstract_params)
+        self._open_data()
+        feeds = Feeds(self.feed, self._eval_feeds)
+        self.notes += check_rows(config, task, self.mesh, self.sizes, feeds)
+        self._choose_form()
+        self._add_notes()
+
+    # ---- abstract
+
+    def _place_state(self, abstract_params: Any) -> None:
+        config, task = self.config, self.task
         self._single = place_state(
-            config, task.rules, self._annotations, self._abstract_state, abstract_params, self.mesh, self.sizes
+            self.config,
+            self.task.rules,
+            self._annotations,
+            self._abstract_state,
+            abstract_params,
+            self.mesh,
+            self.sizes,
         )
         self._placed = self._single  # before the reducer's state is added
         if self.groups is not None:
@@ -129,10 +146,10 @@ class Program:
             self._placed = program_groups.place(
                 self.groups, self._single, abstract_params, self.mesh, self.sizes, plugins.split(config.sync)[0]
             )
-        self._open_data()
-        feeds = Feeds(self.feed, self._eval_feeds)
-        self.notes += check_rows(config, task, self.mesh, self.sizes, feeds)
-        self._choose_form()
+
+    def _add_notes(self) -> None:
+        """Adds what a user should know before the first step. Raises ConfigError if the evaluation cannot be traced."""
+        config = self.config
         trained = [self.abstract_batch] if self._step_context.usage.has_called("value_and_grad") else []
         evaluated = [feed.abstract() for feed in self._eval_feeds.values()]
         self.notes += input_notes(config, [batch.examples for batch in (*trained, *evaluated)])
@@ -146,8 +163,6 @@ class Program:
         if self.task.train_data is None and self.num_replicas * self.microbatches > 1:
             self.notes += plain_draws(self.row_usages, what)
         self.notes += row_warnings(self.row_usages, what, mixing, self.microbatches, reducing, self._roles)
-
-    # ---- abstract
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -635,31 +650,13 @@ class Program:
         check_not_donated(current, "program.eval")
         return self.evaluator(current, name)
 
-    @functools.cached_property
-    def _finite(self) -> Any:
-        floats: Callable[[Any], list[tuple[str, Any]]] = lambda tree: [
-            (path, x) for path, x in named_leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
-        check = lambda tree: {path: jnp.isfinite(x).all() for path, x in floats(tree)}
-        return jax.jit(check, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
-
     def non_finite_leaf(self, current: TrainState) -> str | None:
         """Returns the path of the first leaf of the state with a NaN or an infinity, or None. Waits for the device."""
-        return next((path for path, ok in jax.device_get(self._finite(current)).items() if not ok), None)
+        return finite_check.non_finite_leaf(self.mesh, current)
 
     def all_finite(self, current: TrainState) -> bool:
         """Returns whether all leaves of the state are finite, the same on every process. Waits for the device."""
-        return bool(_all_finite(self.mesh)(current))
-
-
-@functools.cache
-def _all_finite(mesh: Mesh) -> Any:
-    """Returns the compiled `state -> bool[]`: whether all leaves are finite, the same on every device."""
-
-    def finite(state: Any) -> jax.Array:
-        return functools.reduce(jnp.logical_and, map(finite_check.is_finite, jax.tree.leaves(state)), jnp.array(True))
-
-    return jax.jit(finite, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        return finite_check.all_finite(self.mesh, current)
 
 
 def _shapes(batch: Batch) -> tuple[Any, ...]:

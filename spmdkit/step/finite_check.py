@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit import compat
+from spmdkit.foundation.trees import named_leaves
 from spmdkit.mesh.mesh import REPLICA_AXES, spec_axes
 from spmdkit.step import trace_context
 from spmdkit.step.metrics.base import is_metric
@@ -130,6 +131,33 @@ def _gradient_code(context: Context, code: jax.Array, gradients: Sequence[Any]) 
 def _any_nonfinite(leaves: Sequence[jax.Array], platform: str | None) -> jax.Array:
     finite = (is_finite(x, platform) for x in leaves)
     return jnp.logical_not(functools.reduce(jnp.logical_and, finite, jnp.array(True))).astype(jnp.int32)
+
+
+def non_finite_leaf(mesh: Mesh, tree: Any) -> str | None:
+    """Returns the path of the first leaf with a NaN or an infinity, or None. Waits for the devices of `mesh`."""
+    floats = {path: x for path, x in named_leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)}
+    return next((path for path, ok in jax.device_get(_check_each(mesh)(floats)).items() if not ok), None)
+
+
+def all_finite(mesh: Mesh, tree: Any) -> bool:
+    """Returns whether all leaves are finite, the same on every process. Waits for the devices of `mesh`."""
+    return bool(_check_all(mesh)(tree))
+
+
+@functools.cache
+def _check_each(mesh: Mesh) -> Any:
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda leaves: {path: jnp.isfinite(x).all() for path, x in leaves.items()}, out_shardings=whole)
+
+
+@functools.cache
+def _check_all(mesh: Mesh) -> Any:
+    """Returns the compiled `tree -> bool[]`, the same on every device."""
+
+    def finite(tree: Any) -> jax.Array:
+        return functools.reduce(jnp.logical_and, map(is_finite, jax.tree.leaves(tree)), jnp.array(True))
+
+    return jax.jit(finite, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 FIRST_PARTS, MAX_PARTS, WINDOW, FEW = 8, 31, 32, 1 << 11
