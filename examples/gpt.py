@@ -327,13 +327,13 @@ def block_part(state: State, weights: Params, keys_B: jax.Array | None, *, optio
     if keys_B is not None:
         keys_2B = jax.vmap(jax.random.split, out_axes=1)(keys_B)
     h_BTD = all_gather(rms_norm(x_BTD, weights["attention_norm"]), "heads", dim=1)
-    h_BTD = reduce_scatter(attention(h_BTD, weights, positions_T), "heads", dim=1)
+    h_BTD = checkpoint_name(reduce_scatter(attention(h_BTD, weights, positions_T), "heads", dim=1), "out_proj")
     x_BTD = x_BTD + drop(h_BTD, options.dropout, keys_2B[0], own_T)
     h_BTD = rms_norm(x_BTD, weights["mlp_norm"])
     if "router" in weights:
         h_BTD, state = mixture(h_BTD, weights, own_T, state, options)
     else:
-        h_BTD = reduce_scatter(mlp(all_gather(h_BTD, "mlp", dim=1), weights), "mlp", dim=1)
+        h_BTD = checkpoint_name(reduce_scatter(mlp(all_gather(h_BTD, "mlp", dim=1), weights), "mlp", dim=1), "mlpwo")
     return state | {"x": x_BTD + drop(h_BTD, options.dropout, keys_2B[1], own_T)}
 
 
@@ -345,7 +345,8 @@ def _whole(w: jax.Array, dims: tuple[str | None, ...], x: jax.Array) -> jax.Arra
 def attention(x_BTD: jax.Array, weights: Params, positions_T: jax.Array) -> jax.Array:
     """Returns causal self-attention with rotary positions over this device's heads, [B, T, D], not yet summed over
     heads."""
-    q_BTNH, k_BTKH, v_BTKH = (product(x_BTD, weights[name]) for name in ("query", "key", "value"))
+    projected = lambda name: checkpoint_name(product(x_BTD, weights[name]), f"{name}_proj")
+    q_BTNH, k_BTKH, v_BTKH = (projected(name) for name in ("query", "key", "value"))
     mixed_BTNH = sk.attention(rotary(q_BTNH, positions_T), rotary(k_BTKH, positions_T), v_BTKH)
     return product(mixed_BTNH, weights["out"], contracted=2)
 

@@ -17,16 +17,13 @@ import json
 import math
 import os
 import re
-import sys
 import time
 from pathlib import Path
 
 os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-IS_GPU = any(argument.startswith("gpu:") for argument in sys.argv[1:3])
-if IS_GPU:
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
 
 import jax
 import maxtext
@@ -53,11 +50,11 @@ def devices_of(target):
     return list(topologies.get_topology_desc(platform="cuda", target_config=config, topology=shape).devices)
 
 
-def mesh_builder(devices, built):
+def mesh_builder(devices, is_gpu, built):
     """Returns a substitute of MaxText's `get_topology_mesh` for `devices`; the mesh is appended to `built`."""
 
     def topology_mesh(config):
-        if IS_GPU:
+        if is_gpu:
             dcn, ici = list(config.dcn_parallelism), list(config.ici_parallelism)
             per_slice = len(devices) // math.prod(dcn)
             ici = [per_slice // abs(math.prod(ici)) if size == -1 else size for size in ici]
@@ -114,15 +111,15 @@ def main():
     parser.add_argument("settings", nargs="*", help="NAME=VALUE of MaxText's base.yml")
     arguments = parser.parse_intermixed_args()
     target, built, dropped, compiled = parse_target(arguments.target), [], [], []
-    devices = devices_of(target)
+    devices, is_gpu = devices_of(target), target.chip.kind == "gpu"
     spec = accelerator_to_spec_map.UserFacingNameToSystemCharacteristics
     per_slice = len(devices) // target.num_slices
     spec[TOPOLOGY] = accelerator_to_spec_map.SystemCharacteristics("gpu", None, None, None, per_slice, None)
-    if IS_GPU:
+    if is_gpu:
         without_a_gpu("10.0" if target.chip.name in ("b200", "gb200") else "9.0")
     max_utils.parse_libtpu_flags_to_dict = flags_of
     drop_unknown_flags(dropped)
-    train_compile.get_topology_mesh = mesh_builder(devices, built)
+    train_compile.get_topology_mesh = mesh_builder(devices, is_gpu, built)
     original = train_compile.jit_and_compile
     train_compile.jit_and_compile = lambda *a, **k: compiled.append(original(*a, **k)) or compiled[-1]
     start_s, cpu_s = time.time(), time.process_time()
@@ -134,7 +131,7 @@ def main():
             f"base_output_directory={arguments.out}",
             "dataset_type=synthetic",
             "enable_checkpointing=false",
-            f"hardware={'gpu' if IS_GPU else 'tpu'}",
+            f"hardware={'gpu' if is_gpu else 'tpu'}",
             "skip_jax_distributed_system=true",
             f"compile_topology={TOPOLOGY}",
             f"compile_topology_num_slices={target.num_slices}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -375,10 +375,11 @@ class ElasticOptions(Section):
     processes at the lowest priority."""
 
 
-Remat = Annotated[
-    Literal["none", "full", "dots", "dots_no_batch", "auto"] | RematNames,
-    fields.names_or(("none", "full", "dots", "dots_no_batch", "auto"), RematNames),
-]
+RematPolicy = Literal[
+    "none", "full", "dots", "dots_no_batch", "minimal", "minimal_flash", "save_dot_except_mlp", "save_qkv_proj",
+    "offload_layer_inputs", "auto",
+]  # fmt: skip
+Remat = Annotated[RematPolicy | RematNames, fields.names_or(get_args(RematPolicy), RematNames)]
 ModelState = Annotated[
     Literal["global", "replica"] | StateGroup,
     fields.names_or(("global", "replica"), StateGroup),

@@ -72,8 +72,8 @@ class Settings(Section):
     ] = sections.Precision()
     """Dtype of the computation, or dtypes of compute, params, reduce."""
     remat: sections.Remat = "none"
-    """What sk.remat saves for the backward pass: everything, nothing, matrix products, or named values, on the device
-    or the host. auto: the most that fits the device's memory."""
+    """What sk.remat saves for the backward pass: everything, nothing, matrix products, the values of a policy of
+    MaxText, or named values, on the device or the host. auto: the most that fits the device's memory."""
     attention: sections.Attention = sections.Attention()
     """How sk.attention runs."""
     compiler_options: fields.CompilerOptions = Field(default_factory=dict)

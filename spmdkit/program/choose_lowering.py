@@ -21,7 +21,7 @@ from spmdkit.compat import callbacks
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.user_code import call_user
-from spmdkit.ops.remat import check_names
+from spmdkit.ops.remat import POLICIES, check_names, check_policy
 from spmdkit.program import groups, padding_check
 from spmdkit.program.state_layout import layout_from_table
 from spmdkit.program.step_context import form_of, names_replicas
@@ -158,9 +158,13 @@ def _settled(
     whole = context.options.remat is not None and not context.usage.has_called("remat")
     if whole:
         context = context.with_options(remat_whole=True)
-    if not isinstance(config.remat, str):
-        if whole:
-            last, whole = task_step.trace(context), False  # only recomputed functions record names
+    by_names = not isinstance(config.remat, str) or config.remat in POLICIES
+    if by_names and whole:
+        last, whole = task_step.trace(context), False  # only recomputed functions record names
+    if isinstance(config.remat, str):
+        if by_names:
+            check_policy(config.remat, context.usage.marks, task_step.what)
+    else:
         for key, names in (("save", config.remat.save), ("offload", config.remat.offload)):
             check_names(key, names, context.usage.marks, task_step.what)
     return context, None if whole else last

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import spmdkit as sk
+from tests.support.core_runs import program_of, values_saved
 
 
 @pytest.fixture
@@ -188,3 +189,10 @@ def test_its_marks_offload_on_meshes_that_shard_it(mesh):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["passed"]
+
+
+def test_remat_policies_find_their_values(gpt):
+    task = gpt.task(width=32, layers=3, heads=2, context=16, train_bytes=20_000, eval_bytes=2_000)
+    program = program_of(task, remat="minimal_flash", batch_size=4, learning_rate=1e-3)
+    x, by_head, hidden, lse = (4, 16, 32), (4, 16, 2, 16), (4, 16, 128), (4, 16, 2)
+    assert values_saved(program) == {(x, False): 2, (by_head, False): 4, (hidden, False): 1, (lse, False): 1}

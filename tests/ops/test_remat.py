@@ -1,6 +1,8 @@
 """Named values: kept on the device or on the host, never another number; a name that keeps nothing is refused."""
 
 import functools
+from collections import Counter
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +12,14 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import spmdkit as sk
+from spmdkit.config.sections import RematPolicy
 from spmdkit.errors import ConfigError
+from spmdkit.ops.remat import NAMES, POLICIES
 from spmdkit.plan.document import plan_program
 from spmdkit.plan.flops import count
 from spmdkit.plan.machine.target import open_target, parse_target
 from tests.support.core_models import keep_gradient
-from tests.support.core_runs import assert_same_run, program_of, train
+from tests.support.core_runs import assert_same_run, program_of, train, values_saved
 from tests.support.forms import slow_except
 
 D, F, LAYERS = 16, 32, 3
@@ -113,7 +117,7 @@ def test_only_what_is_not_kept_is_computed_again(remat, products):
         (
             {},
             {"save": ["hiden"]},
-            r"remat.save names 'hiden'.*the marks there are block, hidden.* Did you mean 'hidden'\?",
+            r"remat.save names 'hiden'.*the marks there are block, decoder_layer_input, hidden.*Did you mean 'hidden'",
         ),
         ({"wraps": False}, {"offload": ["x"]}, r"remat.offload names 'x'.*the marks there are block, hidden"),
     ],
@@ -121,3 +125,72 @@ def test_only_what_is_not_kept_is_computed_again(remat, products):
 def test_a_name_that_keeps_nothing_is_refused(settings, remat, message):
     with pytest.raises(ConfigError, match=message):
         program_of(task(**settings), mesh={"fsdp": 2, "tensor": 4}, remat=remat)
+
+
+QK, V, T = 4, 6, 5
+MARKED = {
+    "query_proj": (T, QK),
+    "key_proj": (T, QK),
+    "value_proj": (T, V),
+    "context": (T, V),
+    "out_proj": (T, D),
+    "hidden": (T, F),
+}
+"""Name -> shape of the value of one example, of those that the backward pass needs."""
+
+
+@functools.cache
+def attention_task():
+    """Returns a task of blocks of attention and MLP, with all values marked by the names of the policies."""
+    shapes = {"query": (D, QK), "key": (D, QK), "value": (D, V), "out": (V, D), "up": (D, F), "down": (F, D)}
+
+    def init(key):
+        keys = jax.random.split(key, len(shapes))
+        return {
+            name: jax.random.normal(k, (LAYERS, *shape)) / 8
+            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+
+    def block(x_BTD, w):
+        q, k, v = (checkpoint_name(x_BTD @ w[name], f"{name}_proj") for name in ("query", "key", "value"))
+        mixed = checkpoint_name(jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v, "context")
+        x_BTD = x_BTD + jnp.tanh(checkpoint_name(mixed @ w["out"], "out_proj"))
+        return x_BTD + checkpoint_name(jnp.square(checkpoint_name(x_BTD @ w["up"], "hidden")) @ w["down"], "mlpwo")
+
+    def loss_fn(params, batch, key):
+        x_BTD, _ = jax.lax.scan(lambda x, w: (sk.remat(block)(x, w), None), batch["x"], params)
+        return sk.mean((x_BTD**2).mean((1, 2)))
+
+    data = {"x": np.random.default_rng(0).normal(size=(64, T, D)).astype(np.float32)}
+    return sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=data)
+
+
+SAVED = {
+    "minimal": {"query_proj", "key_proj", "value_proj", "out_proj", "hidden"},
+    "minimal_flash": {"query_proj", "key_proj", "value_proj", "context", "out_proj", "hidden"},
+    "save_dot_except_mlp": {"query_proj", "key_proj", "value_proj", "out_proj"},
+    "save_qkv_proj": {"query_proj", "key_proj", "value_proj"},
+    "offload_layer_inputs": set(),
+}
+
+
+@pytest.mark.parametrize("remat", SAVED)
+def test_a_policy_saves_what_its_name_says(remat):
+    program = program_of(attention_task(), remat=remat)
+    expected = Counter((32, *MARKED[name]) for name in SAVED[remat])
+    expected[32, T, D] += 1
+    assert values_saved(program) == {(shape, remat == "offload_layer_inputs"): num for shape, num in expected.items()}
+    reference = train(program_of(attention_task()), evaluate=False, steps=2)
+    assert_same_run(train(program, evaluate=False, steps=2), reference)
+
+
+def test_a_policy_that_saves_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"remat: save_qkv_proj saves query_proj.*the marks there are block"):
+        program_of(task(), remat="save_qkv_proj")
+    with pytest.raises(ConfigError, match="offload_layer_inputs saves decoder_layer_input"):
+        program_of(task(wraps=False), remat="offload_layer_inputs")
+
+
+def test_the_config_names_every_policy():
+    assert set(get_args(RematPolicy)) == {*NAMES, "auto"}
+    assert set(POLICIES) == set(SAVED)

@@ -1,6 +1,7 @@
 """Runs a task for a few steps and compares two runs, with one tolerance."""
 
 import functools
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
@@ -112,3 +113,19 @@ def assert_same_run(found, expected, tolerance=TOLERANCE):
         assert found.eval.keys() == expected.eval.keys()
         for name, value in expected.eval.items():
             np.testing.assert_allclose(found.eval[name], value, rtol=tolerance, err_msg=name)
+
+
+def values_saved(program, layers=3):
+    """Returns (shape, whether it is on the host) -> number of values that the forward scan over layers saves."""
+    scans = []
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "scan" and eqn.params["length"] == layers:
+                scans.append([v.aval for v in eqn.outvars[eqn.params["num_carry"] :]])
+            for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+                if hasattr(x, "eqns") or hasattr(x, "jaxpr"):
+                    walk(getattr(x, "jaxpr", x))
+
+    walk(program.traced.jaxpr.jaxpr)
+    return Counter((x.shape[1:], "host" in str(x)) for x in scans[0])

@@ -131,8 +131,8 @@ PATTERNS: list[tuple[str, str]] = [
 ]
 """(names, why they need no key) of settings without an entry in a table; the first match counts."""  # fmt: skip
 
-_REMAT = {"full": "full", "none": "none"}
-_REMAT |= dict.fromkeys(("minimal", "minimal_flash", "minimal_with_context"), "dots_no_batch")
+_REMAT = {name: name for name in ("full", "none", "minimal", "minimal_flash", "save_dot_except_mlp", "save_qkv_proj")}
+_REMAT |= {"minimal_with_context": "minimal_flash"}
 
 
 def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migration:
@@ -308,7 +308,7 @@ def _remat(migration: Migration, key: str, value: Any) -> None:
         why = "name what is kept or offloaded: remat: {save: [...], offload: [...]}; it is `full` until then"
         migration.put("remat", "full")
         return migration.report(AUTOMATIC, key, value, why)
-    return migration.mapped(key, value, "remat", policy, "" if value in ("full", "none") else "the nearest")
+    return migration.mapped(key, value, "remat", policy, "" if value in _REMAT else "the nearest")
 
 
 def _period(migration: Migration, key: str, value: Any) -> None:
