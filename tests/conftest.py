@@ -53,6 +53,8 @@ def pytest_runtest_setup(item):
     """What needs a package of more than 100 MB runs where that is installed: in the environment of `make extras`."""
     if item.get_closest_marker("tpu") and importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed: `make extras` (x86 only)")
+    if item.get_closest_marker("gpu") and importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("XLA's GPU compiler is not installed: `make extras` (x86 only)")
     if item.get_closest_marker("storage") and (missing := [x for x in SERVERS if importlib.util.find_spec(x) is None]):
         pytest.skip(f"{', '.join(missing)}: not installed: `make extras` (clients and local servers of object storage)")
     if item.get_closest_marker("ray") and importlib.util.find_spec("ray") is None:

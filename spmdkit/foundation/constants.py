@@ -83,6 +83,9 @@ COMPILE_ONLY = "SPMDKIT_COMPILE_ONLY"
 """Makes `train` exit after the compilation of its step, to fill the compile cache for another number of processes
 (launch/precompile.py)."""
 
+GPU_COMPILER = "SPMDKIT_GPU_COMPILER"
+"""Set in a process that loads XLA's GPU compiler for a machine without a GPU (plan/machine/compiler_process.py)."""
+
 DRILL_FILE = "SPMDKIT_DRILL_FILE"
 """The file in which a drill requests a fault of one process, and the process reports its injection."""
 

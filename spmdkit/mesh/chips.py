@@ -6,9 +6,11 @@ until `spmdkit plan --calibrate` measures it on the machine.
 
 Source: TPU: cloud.google.com/tpu/docs, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x (Ironwood)" (compute,
 memory, DCN); jax-ml.github.io/scaling-book, chapters "How to Think About TPUs" (ICI bytes/s of a link, wrap-around of
-axes, DCN, about 1 us per hop) and "How to Think About GPUs" (NVLink, network of a DGX). GPU: NVIDIA data sheets "H100
-Tensor Core GPU" and "H200 Tensor Core GPU", SXM form, without sparsity; DGX H100/H200: eight GPUs and eight 400 Gb/s
-ports per host.
+axes, DCN, about 1 us per hop) and "How to Think About GPUs" (NVLink, network of a DGX). GPU: NVIDIA data sheets, SXM
+form, FLOP/s without sparsity: "A100 Tensor Core GPU", "H100 Tensor Core GPU", "H200 Tensor Core GPU", "DGX B200",
+"GB200 NVL72", "L4 Tensor Core GPU"; memory of a device and its bytes/s: openxla/xla, target_config/specs (L4: data
+sheet, and the memory that CUDA reports); network: data sheets "DGX A100", "DGX H100/H200", "DGX B200", "DGX GB200" (one
+port per GPU of 200 or 400 Gb/s), L4: Google's g2-standard-96 (100 Gb/s for eight GPUs).
 TPU float32: the matrix unit multiplies bfloat16, and XLA computes a float32 product (Precision.HIGHEST) in six such
 passes; with the default precision it is one. GPU float32: TF32 with JAX's default precision, half of bfloat16.
 """
@@ -29,7 +31,7 @@ class Link:
     """A link between devices. Rates are for one direction and one device (for a torus, one link of the device).
 
     Attributes:
-        name: shown in plans: `ici`, `dcn`, `nvlink`, `network`, `cpu`.
+        name: shown in plans: `ici`, `dcn`, `nvlink`, `pcie`, `network`, `cpu`.
         bytes_per_s: peak.
         latency_s: of one hop.
     """
@@ -170,19 +172,30 @@ def _tpu(
     )
 
 
-def _gpu(name: str, device_kinds: tuple[str, ...], memory_bytes: int, memory_bytes_per_s: float) -> Chip:
+def _gpu(
+    name: str,
+    device_kinds: tuple[str, ...],
+    bf16: float,
+    memory_bytes: int,
+    memory_bytes_per_s: float,
+    inner: float,
+    outer: float,
+    pcie: float,
+    devices_per_host: int = 8,
+) -> Chip:
+    """Returns a GPU: float32 products are TF32 (half of bfloat16), int8 twice; `inner` is the rate of NVLink."""
     return Chip(
         name=name,
         kind="gpu",
         device_kinds=device_kinds,
-        flops_per_s={"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 494.7e12, "int8": 1978.9e12},
+        flops_per_s={"bfloat16": bf16, "float16": bf16, "float32": bf16 / 2, "int8": 2 * bf16},
         memory_bytes=memory_bytes,
         memory_bytes_per_s=memory_bytes_per_s,
-        inner=Link("nvlink", 450e9, 3e-6),
-        outer=Link("network", 50e9, 1e-5),
-        host_link=Link("host", 64e9, 1e-5),
+        inner=Link("pcie" if inner == pcie else "nvlink", inner, 3e-6),
+        outer=Link("network", outer, 1e-5),
+        host_link=Link("host", pcie, 1e-5),
         efficiency=Efficiency(matmul=0.65, memory=0.85, link=0.8),
-        devices_per_host=8,
+        devices_per_host=devices_per_host,
         # JAX reserves 75 % of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION sets another share; CUDA itself and NCCL
         # need 1 to 2 GiB.
         reserved_bytes=2 * GIB,
@@ -200,8 +213,15 @@ CHIPS: Mapping[str, Chip] = {
         _tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 96, 2.765e12, 90e9, 6.25e9, 16e9, (16, 16, 24), 95.74, 1.75e9),
         _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32, 1.638e12, 90e9, 12.5e9, 32e9, (16, 16), 31.25, 1.75e9),
         _tpu("7x", ("TPU7x",), 2307e12, 192, 7.38e12, 90e9, 12.5e9, 32e9, (16, 24, 24), 94.75, 2.2e9, 2),
-        _gpu("h100", ("NVIDIA H100 80GB HBM3", "NVIDIA H100"), 80 * GIB, 3.35e12),
-        _gpu("h200", ("NVIDIA H200",), 141_000_000_000, 4.8e12),
+        # bfloat16 FLOP/s, bytes and bytes/s of memory, bytes/s of NVLink, of the network for one GPU, of PCIe (GB200:
+        # NVLink-C2C), GPUs that NVLink connects
+        _gpu("a100-40", ("NVIDIA A100-SXM4-40GB",), 312e12, 42_331_013_120, 1.555e12, 300e9, 25e9, 32e9),
+        _gpu("a100-80", ("NVIDIA A100-SXM4-80GB",), 312e12, 85_100_068_864, 2.039e12, 300e9, 25e9, 32e9),
+        _gpu("h100", ("NVIDIA H100 80GB HBM3", "NVIDIA H100"), 989.4e12, 84_942_979_072, 3.352e12, 450e9, 50e9, 64e9),
+        _gpu("h200", ("NVIDIA H200",), 989.4e12, 151_397_597_184, 4.8e12, 450e9, 50e9, 64e9),
+        _gpu("b200", ("NVIDIA B200",), 2250e12, 191_514_411_008, 7.672e12, 900e9, 50e9, 64e9),
+        _gpu("gb200", ("NVIDIA GB200",), 2500e12, 197_897_748_480, 7.928e12, 900e9, 50e9, 225e9, 72),
+        _gpu("l4", ("NVIDIA L4",), 121e12, 23_583_784_960, 0.3e12, 32e9, 1.5625e9, 32e9),
         # A placeholder for one fake device on a laptop's core; `--calibrate` replaces it with measurements of this
         # machine.
         Chip(
@@ -237,17 +257,31 @@ TPU_PRODUCTS: Mapping[str, tuple[str, int]] = {
 Source: cloud.google.com/tpu/docs, the pages of the chips ("AcceleratorType")."""
 
 GPU_MACHINES: Mapping[str, tuple[str, float]] = {
+    "dgx-a100": ("a100-80", 25e9),
+    "dgx-h100": ("h100", 50e9),
+    "dgx-h200": ("h200", 50e9),
+    "dgx-b200": ("b200", 50e9),
+    "dgx-gb200": ("gb200", 50e9),
+    "a2-highgpu-8g": ("a100-40", 1.5625e9),
+    "a2-ultragpu-8g": ("a100-80", 1.5625e9),
     "a3-highgpu-8g": ("h100", 12.5e9),
     "a3-megagpu-8g": ("h100", 25e9),
     "a3-ultragpu-8g": ("h200", 50e9),
+    "a4-highgpu-8g": ("b200", 50e9),
+    "g2-standard-96": ("l4", 1.5625e9),
+    "p4d.24xlarge": ("a100-40", 6.25e9),
+    "p4de.24xlarge": ("a100-80", 6.25e9),
     "p5.48xlarge": ("h100", 50e9),
     "p5e.48xlarge": ("h200", 50e9),
     "p5en.48xlarge": ("h200", 50e9),
+    "p6-b200.48xlarge": ("b200", 50e9),
 }
-"""Machine with eight GPUs -> (chip, bytes/s of the network for one GPU).
+"""Machine -> (chip, bytes/s of the network for one GPU); `dgx-gb200` is the rack of 72 GPUs, the others have eight.
 
-Source: cloud.google.com/compute/docs/gpus (GPU network bandwidth: 1,000, 1,800 and 3,600 Gb/s, of which 800, 1,600 and
-3,200 for the GPUs); aws.amazon.com/ec2/instance-types/p5 (3,200 Gb/s)."""
+Source: the data sheets of the DGX systems; cloud.google.com/compute/docs/gpus (GPU network bandwidth: a3-highgpu,
+a3-megagpu, a3-ultragpu and a4 1,000, 1,800, 3,600 and 3,600 Gb/s, of which 800, 1,600, 3,200 and 3,200 are for the
+GPUs; a2 and g2-standard-96 100 Gb/s); aws.amazon.com/ec2/instance-types, pages "P4", "P5", "P6" (400 Gb/s, 3,200
+Gb/s)."""
 
 
 def chip_of_device_kind(device_kind: str, platform: str) -> Chip | None:
@@ -255,5 +289,9 @@ def chip_of_device_kind(device_kind: str, platform: str) -> Chip | None:
     for chip in CHIPS.values():
         if device_kind in chip.device_kinds:
             return chip
-    close = [c for c in CHIPS.values() if c.kind == platform and any(device_kind.startswith(k) for k in c.device_kinds)]
+    close = [
+        c
+        for c in CHIPS.values()
+        if c.kind == platform and any(f"{device_kind} ".startswith(f"{k} ") for k in c.device_kinds)
+    ]
     return close[0] if close else None

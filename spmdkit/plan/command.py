@@ -14,12 +14,13 @@ from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, load_config, replace_keys, to_short_yaml
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
-from spmdkit.foundation.formatting import visible
+from spmdkit.foundation.formatting import name_axes, visible
 from spmdkit.foundation.json_output import print_json
 from spmdkit.plan.compare import as_written, compare, read_plan, show_comparison
 from spmdkit.plan.document import Document, plan_program, problem_of
 from spmdkit.plan.machine.calibrate import calibrate, describe, rates_file, with_measured
-from spmdkit.plan.machine.target import Target, open_target, parse_target, target_of
+from spmdkit.plan.machine.compiler_process import in_compiler_process
+from spmdkit.plan.machine.target import Target, open_target, parse_target, target_of, with_fake_devices
 from spmdkit.plan.table import show, show_candidates
 from spmdkit.program.opening import open_program, task_of
 
@@ -133,9 +134,16 @@ def make_plan(config: Config, target: str | None = None) -> Document:
 @ignores_user_settings
 def plan_on(config: Config, machine: Target) -> Document:
     """Returns the plan of a config on an opened target, with measured rates if there are any."""
+    if not machine.devices:
+        return in_compiler_process(_plan_apart, machine, config)
     machine, call_s = with_measured(machine)
     program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes, _log)
     return plan_program(program, machine, call_s)
+
+
+def _plan_apart(machine: Target, config: Config) -> Document:
+    name_axes(config.roles)  # as when the config is read
+    return plan_on(config, machine)
 
 
 def _log(line: str) -> None:
@@ -143,7 +151,7 @@ def _log(line: str) -> None:
 
 
 def choose_target(config: Config, target: str | None) -> Target:
-    """Returns the target with its devices; None and `here` mean the devices that `train` uses."""
+    """Returns the target with its devices (`open_target`); None and `here` mean the devices that `train` uses."""
     if target is None or target == "here":
         name = config.devices if isinstance(config.devices, str) and config.devices != "auto" else "here"
         return target_of(join(detect_cluster({}), config.devices).devices, name)
@@ -158,7 +166,7 @@ def _run_search(config: Config, machine: Target, options: PlanOptions) -> Docume
     """
     from spmdkit.plan.search.search import search
 
-    machine, call_s = with_measured(machine)
+    machine, call_s = with_measured(machine if machine.devices else with_fake_devices(machine))
     search_over = [name.strip() for name in options.search_over.split(",") if name.strip()]
     ranking = search(config, machine, search_over, options.compile, _log, call_s)
     rows = [candidate.as_json() for candidate in ranking.candidates]

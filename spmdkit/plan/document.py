@@ -31,7 +31,6 @@ from typing import Any
 import jax
 
 from spmdkit.config import to_yaml
-from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import format_bytes, shown, shown_axes
 from spmdkit.plan.budget import exceeded
 from spmdkit.plan.collectives_bill import Bill, Collective
@@ -62,13 +61,7 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
     """
     arithmetic = count(program.traced.jaxpr)
     model = count(program.traced_once().jaxpr) if program.computes_twice else arithmetic
-    try:
-        needed = program.step_bytes
-    except jax.errors.JaxRuntimeError as error:
-        raise ConfigError(
-            f"the compiler of target {target.name} rejected the step: {str(error).splitlines()[0][:400]}. train would "
-            "compile the same step. Try another mesh, or report it with the config."
-        ) from error
+    needed = program.step_bytes
     analysis = None if needed.refused else read_program(program, target)
     memory = memory_without_program(program) if analysis is None else analysis.memory
     findings = [] if analysis is None else [*analysis.findings]

@@ -41,8 +41,9 @@ from spmdkit.plan.document import Document, plan_program
 from spmdkit.plan.findings import Finding
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.machine.calibrate import with_measured
+from spmdkit.plan.machine.compiler_process import in_compiler_process
 from spmdkit.plan.machine.links import crossing_axes
-from spmdkit.plan.machine.target import Target, open_target, parse_target, target_of
+from spmdkit.plan.machine.target import Target, open_target, parse_target, substitute_notes, target_of
 from spmdkit.program import memory
 from spmdkit.program.script_program import ScriptProgram, donated_arguments
 from spmdkit.step import trace_context
@@ -113,6 +114,8 @@ def plan_step(step: Callable[..., Any] | Make, *arguments: Any, target: str | No
         )
     parsed = parse_target(target or "here")
     machine = open_target(parsed) if is_made else None
+    if machine is not None and not machine.devices:
+        return StepPlan(in_compiler_process(_plan_made, machine, step))
     with jax.transfer_guard("allow"):
         program = _open(step, arguments, machine, getattr(jax.sharding, "get_mesh", lambda: None)())
         machine, call_s = with_measured(_on_devices_of(program, parsed) if machine is None else machine)
@@ -148,6 +151,12 @@ def bill(compiled: Any, mesh: Mesh | None = None) -> Bill:
 def plan_make(text: str, target: str | None) -> StepPlan:
     """Returns the plan of `file.py:make` or `module:make`."""
     machine = open_target(parse_target(target or "here"))  # before the file creates JAX's devices
+    if not machine.devices:
+        return StepPlan(in_compiler_process(_plan_named, machine, text))
+    return StepPlan(_plan_named(machine, text))
+
+
+def _plan_named(machine: Target, text: str) -> Document:
     if str(Path.cwd()) not in sys.path:  # as with `python -m`
         sys.path.insert(0, str(Path.cwd()))
     make = load(text, "plan", Path.cwd())
@@ -156,9 +165,11 @@ def plan_make(text: str, target: str | None) -> StepPlan:
             f"plan: {text} is {_name(make)}. It must be a function make(devices) that returns the jitted step and "
             "its arguments. Write def make(devices): ...; return step, (state, batch)."
         )
-    plan = _plan(_open(make, (), machine, None), *with_measured(machine))
-    plan.document["source"] = text
-    return plan
+    return _plan_made(machine, make) | {"source": text}
+
+
+def _plan_made(machine: Target, make: Make) -> Document:
+    return _plan(_open(make, (), machine, None), *with_measured(machine)).document
 
 
 def _name(found: Any) -> str:
@@ -438,7 +449,8 @@ def _on_devices_of(program: ExternalProgram, target: Target) -> Target:
             "step and its arguments."
         )
     limit = memory.memory_limit(devices) if target.chip.kind == "cpu" else None
-    return dataclasses.replace(target, devices=devices, limit_bytes=limit)
+    notes = (*target.notes, *substitute_notes(target)) if devices[0].platform == "cpu" else target.notes
+    return dataclasses.replace(target, devices=devices, limit_bytes=limit, notes=notes)
 
 
 def _plan(program: ExternalProgram, machine: Target, call_s: float) -> StepPlan:

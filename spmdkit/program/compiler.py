@@ -25,6 +25,7 @@ import jax
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import phase
+from spmdkit.foundation.exhausted_memory import is_exhausted
 from spmdkit.foundation.formatting import nearest
 from spmdkit.mesh.chips import chip_of_device_kind
 
@@ -107,27 +108,41 @@ def options(devices: Sequence[Any], own: Mapping[str, Value | None], determinist
 def compile(
     lowered: jax.stages.Lowered, devices: Sequence[Any], own: Mapping[str, Value | None], deterministic: bool = False
 ) -> jax.stages.Compiled:
-    """Returns the compiled program; raises ConfigError if the compiler rejects the config's options."""
+    """Returns the compiled program.
+
+    Raises:
+        ConfigError: the compiler rejects the config's options, or fails.
+        JaxRuntimeError: a device has too little memory for the program.
+    """
     chosen: Any = options(devices, own, deterministic) or None
     try:
         with phase.during("compile"):  # each compilation (auto, an evaluation) has the full time limit
             return compat.accept_narrow_arguments(lowered.compile(compiler_options=chosen))
-    except jax.errors.JaxRuntimeError as error:
-        text = str(error).splitlines()[0]
-        named = [name for name in own if name in text]
-        if not named and deterministic and "determinis" in str(error).lower():
-            raise ConfigError(
-                f"deterministic is true, and the compiler of {devices[0].platform} reports: {text}. An operation of "
-                "the step has no deterministic form. Rewrite it (a scatter-add as a one-hot product or a sorted "
-                "segment sum), or set deterministic: false."
-            ) from None
-        if not named:
+    except RuntimeError as error:  # of JAX, or a plain one of XLA
+        if is_exhausted(error):
             raise
-        raise ConfigError(
-            f"compiler_options.{named[0]}: {own[named[0]]!r}, and the compiler of {devices[0].platform} reports: "
-            f"{text}. It must be an option of XLA on that platform, with a value of its type. Remove it, or fix its "
-            "name or value."
-        ) from None
+        raise _rejected(error, devices[0].platform, own, deterministic) from error
+
+
+def _rejected(error: RuntimeError, platform: str, own: Mapping[str, Value | None], deterministic: bool) -> ConfigError:
+    """Returns the error of a program that the compiler does not compile, with the setting that causes it if known."""
+    text = (str(error).splitlines() or [""])[0][:400]
+    if named := [name for name in own if name in text]:
+        return ConfigError(
+            f"compiler_options.{named[0]}: {own[named[0]]!r}, and the compiler of {platform} reports: {text}. It must "
+            "be an option of XLA on that platform, with a value of its type. Remove it, or fix its name or value."
+        )
+    if deterministic and "determinis" in str(error).lower():
+        return ConfigError(
+            f"deterministic is true, and the compiler of {platform} reports: {text}. An operation of the step has no "
+            "deterministic form. Rewrite it (a scatter-add as a one-hot product or a sorted segment sum), or set "
+            "deterministic: false."
+        )
+    repair = f"Remove compiler_options ({', '.join(own)})" if own else "Try another mesh"
+    return ConfigError(
+        f"the compiler of {platform} failed: {text}. It has to compile the program. {repair}, or report it with the "
+        "config."
+    )
 
 
 def temp_bytes(stats: Any, platform: str) -> int:

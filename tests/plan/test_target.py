@@ -4,7 +4,8 @@ import jax
 import pytest
 
 from spmdkit.errors import ConfigError
-from spmdkit.mesh.chips import CHIPS
+from spmdkit.mesh.chips import CHIPS, chip_of_device_kind
+from spmdkit.plan.machine.gpu_devices import check_version, description
 from spmdkit.plan.machine.target import open_target, parse_target, target_of
 
 
@@ -27,6 +28,10 @@ from spmdkit.plan.machine.target import open_target, parse_target, target_of
         ("tpu7x-128", 128, 1),
         ("a3-megagpu-8g", 8, 1),
         ("p5.48xlarge:4", 32, 4),
+        ("dgx-h100:2", 16, 2),
+        ("dgx-gb200", 72, 1),
+        ("gpu:gb200:36", 36, 1),
+        ("gpu:a100-80:16", 16, 2),
     ],
 )
 def test_devices_and_parts_of_a_target(text, num_devices, parts):
@@ -45,6 +50,7 @@ def test_devices_and_parts_of_a_target(text, num_devices, parts):
         ("tpu:v5p:4x4x4*0", "joins up to 64"),
         ("tpu:v5p:16x16x28", "Try --target tpu:v5p:16x16x24"),
         ("gpu:h300:8", "Did you mean 'h200'?"),
+        ("gpu:a100:8", "Did you mean 'a100-40'"),
         ("gpu:h100:12", "Every host must be full. Try gpu:h100:8"),
         ("gpu:h100:8x", "hosts x GPUs"),
         ("v5p-250", "has 125 chips. The number of v5p-N counts cores, 2 of each chip. Try --target v5p-256"),
@@ -83,6 +89,25 @@ def test_local_devices_and_chips():
     assert 0 < target.memory_limit_bytes < 2**45
     assert CHIPS["7x"].flops_per_s["bfloat16"] == 2307e12 / 2  # of one device
     assert all(0 < chip.limit_bytes <= chip.memory_bytes for chip in CHIPS.values())
+
+
+def test_every_gpu_has_a_description():
+    for chip in (chip for chip in CHIPS.values() if chip.kind == "gpu"):
+        text = description(chip)
+        assert f'name: "{chip.device_kinds[0]}"' in text and f"device_memory_size: {chip.memory_bytes} " in text
+        assert text.count("{") == text.count("}")
+        assert chip_of_device_kind(chip.device_kinds[0], "gpu") is chip
+    assert chip_of_device_kind("NVIDIA L40S", "gpu") is None
+
+
+def test_a_gpu_compiler_of_another_version_is_refused(monkeypatch):
+    found = {"jax-cuda13-plugin": jax.__version__, "jax-cuda13-pjrt": "0.9.1"}
+    monkeypatch.setattr("importlib.metadata.version", found.get)
+    with pytest.raises(ConfigError, match=r"jax-cuda13-pjrt 0\.9\.1, and jax is .* pip install jax-cuda13") as e:
+        check_version()
+    assert e.value.exit_code == 78
+    found["jax-cuda13-pjrt"] = f"{jax.__version__.rpartition('.')[0]}.99"
+    check_version()
 
 
 def test_a_missing_compiler_names_the_extra(monkeypatch):

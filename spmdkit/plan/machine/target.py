@@ -2,15 +2,17 @@
 
     tpu:v5p:8x8x16      1,024 chips of one slice; compiled by the real TPU compiler, on this machine (extra `tpu`)
     tpu:v5p:4x4x4*2     two such slices, joined by the data centre's network
-    gpu:h100:64         64 GPUs in hosts of eight; gpu:h200:8x8 is 8 hosts x 8 GPUs; fake CPU devices and the chip table
+    gpu:h100:64         64 GPUs in hosts of eight; gpu:h200:8x8 is 8 hosts x 8 GPUs; compiled by the real GPU compiler
+                        in a separate process (extra `gpu-plan`), without it for fake CPU devices
     v5p-256, v6e-256    the product: v5p-256 has 256 cores, which are 128 chips (4x4x8)
     a3-megagpu-8g:4     four of these machines, with their network; also p5.48xlarge
     cpu:8               8 fake devices of this machine
     here                the devices of this machine
 
-Exact for `tpu`: the program, its collectives and its memory, since the compiler is the one used on the machine. For
-`gpu`, only the collectives of the strategy are exact: XLA's CPU compiler fuses, schedules and allocates differently.
-Times are modelled on every target; `here` and `cpu` use measured rates after `--calibrate`.
+Exact for `tpu`, and for `gpu` with the extra: the program, its collectives and its memory, since the compiler is that
+of the machine. The GPU compiler selects some kernels by measured time, which needs a GPU: those may differ. For fake
+CPU devices only the collectives of the strategy are exact: XLA's CPU compiler fuses, schedules and allocates
+differently. Times are modelled on every target; `here` and `cpu` use measured rates after `--calibrate`.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import MAX_FAKE_DEVICES, fake_devices
 from spmdkit.foundation.formatting import nearest
 from spmdkit.mesh.chips import CHIPS, GPU_MACHINES, TPU_PRODUCTS, Chip, chip_of_device_kind
+from spmdkit.plan.machine.gpu_devices import gpu_devices, is_compiler_process, is_installed
 from spmdkit.program.memory import memory_limit
 
 _FORMS = (
@@ -114,8 +117,10 @@ def parse_target(text: str) -> Target:
     name, _, shape = rest.partition(":")
     names = [chip.name for chip in CHIPS.values() if chip.kind == kind]
     if name not in names:
+        longer = [n for n in names if name and n.startswith(name)]
+        near = f" Did you mean {longer[0]!r}?" if longer else nearest(name, names)
         raise ConfigError(
-            f"target {text!r} names the {kind.upper()} {name!r}, which the table does not hold.{nearest(name, names)} "
+            f"target {text!r} names the {kind.upper()} {name!r}, which the table does not hold.{near} "
             f"Known: {', '.join(names)}. Try --target {'tpu:v5p:4x4x4' if kind == 'tpu' else 'gpu:h100:8'}."
         )
     return (_parse_tpu if kind == "tpu" else _parse_gpu)(text, CHIPS[name], shape)
@@ -144,8 +149,8 @@ def _product(text: str) -> Target | None:
     hosts = _sizes(count or "1")
     if len(hosts) != 1:
         raise ConfigError(f"target {text!r} has {count!r} machines. It is a number. Try --target {machine}:4.")
-    outer = replace(CHIPS[name].outer, bytes_per_s=bytes_per_s)
-    return replace(_parse_gpu(text, replace(CHIPS[name], outer=outer), f"{hosts[0]}x8"), name=f"{machine}:{hosts[0]}")
+    chip = replace(CHIPS[name], outer=replace(CHIPS[name].outer, bytes_per_s=bytes_per_s))
+    return replace(_parse_gpu(text, chip, f"{hosts[0]}x{chip.devices_per_host}"), name=f"{machine}:{hosts[0]}")
 
 
 def _parse_gpu(text: str, chip: Chip, shape: str) -> Target:
@@ -164,12 +169,8 @@ def _parse_gpu(text: str, chip: Chip, shape: str) -> Target:
             f"target {text!r} puts {total} GPUs into hosts of {chip.devices_per_host}, found a remainder of {rest}. "
             f"Every host must be full. Try gpu:{chip.name}:{total - rest}, or gpu:{chip.name}:HOSTSxGPUS."
         )
-    note = (
-        f"No GPU compiler runs without a GPU: the step was compiled by XLA for {total} fake CPU devices. The "
-        "parameters, the optimizer state and what the strategy sends are right; temporaries and how collectives are "
-        "merged are indicative."
-    )
-    return Target(f"gpu:{chip.name}:{shape}", chip, total, num_slices=max(1, hosts), notes=(note,))
+    chip = replace(chip, devices_per_host=total if not hosts else chip.devices_per_host)
+    return Target(f"gpu:{chip.name}:{shape}", chip, total, num_slices=max(1, hosts))
 
 
 def _parse_tpu(text: str, chip: Chip, shape: str) -> Target:
@@ -246,6 +247,8 @@ def _slices(chip: Chip) -> list[tuple[int, ...]]:
 def open_target(target: Target) -> Target:
     """Returns the target with its devices. If they are not on this machine, this process is bound to the CPU.
 
+    A GPU target with the extra `gpu-plan` has no devices in this process: call `in_compiler_process`.
+
     Raises:
         ConfigError: the extra `tpu` is missing or too new, or JAX has already created too few fake devices.
     """
@@ -255,9 +258,36 @@ def open_target(target: Target) -> Target:
         return replace(target, devices=_tpu_devices(target))
     if target.is_here:
         return target_of(jax.devices())
+    if target.chip.kind == "gpu" and is_installed():
+        return replace(target, compiler="gpu", devices=_gpu_devices(target) if is_compiler_process() else ())
+    return with_fake_devices(target)
+
+
+def with_fake_devices(target: Target) -> Target:
+    """Returns the target with fake CPU devices in place of its own.
+
+    Raises:
+        ConfigError: JAX has already created fewer devices.
+    """
     devices = _fake_devices(target.num_devices, target.name)
-    limit = memory_limit(devices) if target.chip.kind == "cpu" else None
-    return replace(target, devices=devices, limit_bytes=limit, is_here=target.chip.kind == "cpu")
+    if target.chip.kind == "cpu":
+        return replace(target, devices=devices, limit_bytes=memory_limit(devices), is_here=True)
+    return replace(target, devices=devices, notes=(*target.notes, *substitute_notes(target)))
+
+
+def substitute_notes(target: Target) -> tuple[str, ...]:
+    """Returns what is unreliable in the plan of a GPU target that is compiled for CPU devices."""
+    note = (
+        f"The step is compiled for {target.num_devices} CPU devices in place of GPUs. Exact: parameters, optimizer "
+        "state, the collectives of the strategy. Unreliable: step time, MFU, temporaries and peak memory, FLOPs of "
+        "kernels, number and merging of collectives. Findings that this compiler causes are omitted. Install the GPU "
+        "compiler, which needs no GPU: pip install 'spmdkit[gpu-plan]'."
+    )
+    return (note,) if target.chip.kind == "gpu" else ()
+
+
+def _gpu_devices(target: Target) -> tuple[Any, ...]:
+    return gpu_devices(target.chip, target.num_devices // target.chip.devices_per_host)
 
 
 def target_of(devices: Sequence[Any], name: str = "here") -> Target:

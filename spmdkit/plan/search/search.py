@@ -27,6 +27,7 @@ from spmdkit.foundation.formatting import format_bytes
 from spmdkit.foundation.timeouts import PLAN_WORKER_S
 from spmdkit.launch.process import start
 from spmdkit.plan.document import plan_program
+from spmdkit.plan.machine.compiler_process import compiler_environment
 from spmdkit.plan.machine.target import Target
 from spmdkit.plan.search.candidates import Candidate, candidates
 from spmdkit.program.opening import task_of
@@ -150,13 +151,14 @@ class _Planner:
         self._file = Path(self._folder.name) / f"{config.source.stem if config.source else 'config'}.yaml"
         self._file.write_text(to_yaml(config, absolute_paths=True))
         self._target = target
+        self._environment = compiler_environment() if target.compiler == "gpu" else None
         self._running: set[subprocess.Popen[str]] = set()
 
     def __call__(self, candidate: Candidate) -> dict[str, Any] | str:
         overrides = [f"{key}={json.dumps(value)}" for key, value in candidate.changes.items()]
         command = [sys.executable, "-m", "spmdkit", "plan", str(self._file), *overrides, "--json"]
         command += ["--target", self._target.name]
-        process = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = start(command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._running.add(process)
         try:
             out, errors = process.communicate(timeout=PLAN_WORKER_S)
