@@ -183,9 +183,29 @@ def plan(
         typer.Option(
             help=(
                 "tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), v5p-256, gpu:h100:64, gpu:h200:8x8, a3-megagpu-8g:4, "
-                "cpu:8 or here; default: the config's devices."
+                "cpu:8 or here; several, comma-separated, give a table; default: the config's devices."
             )
         ),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUES",
+            help=(
+                "Plan several values of a key: batch_size=32,64, task_args.context=1024,4096; the largest batch: "
+                "batch_size=auto; scaling: devices=8,16,32 with a family as target, such as gpu:h100."
+            ),
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the charts of a sweep (PNG, extra plot).", metavar="FILE")
+    ] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(help="Length of a training run, such as 1e12: its time and price.", show_default=False),
+    ] = None,
+    prices: Annotated[
+        Path | None, typer.Option(help="Prices of chips (YAML) that replace spmdkit's list prices.", metavar="FILE")
     ] = None,
     json_: AsJson = False,
     html: Annotated[Path | None, typer.Option(help="Also write the plan as an HTML page.", metavar="FILE")] = None,
@@ -217,6 +237,10 @@ def plan(
         compile=compile,
         write=write,
         diff=diff,
+        sweep=sweep,
+        plot=plot,
+        tokens=tokens,
+        prices=prices,
     )
     run_plan(config, overrides or [], options)
 

@@ -14,6 +14,7 @@ from spmdkit.config.optimizer import (
     choose_optimizer as choose_optimizer,
 )
 from spmdkit.config.retention import Best as Best, Retention as Retention
+from spmdkit.config.rules import batch_unit as batch_unit
 from spmdkit.config.rules import check_batch as check_batch
 from spmdkit.config.schema import Config as Config
 from spmdkit.config.sections import (

@@ -131,15 +131,23 @@ def check_batch(config: Settings, sizes: Mapping[str, int]) -> None:
         raise ConfigError(render(problems, config._origin))
 
 
+def batch_unit(config: Settings, sizes: Mapping[str, int]) -> int:
+    """Returns the number that divides every batch size on a mesh. `sizes` has no -1."""
+    shards = math.prod(sizes.get(axis, 1) for axis in LOGICAL_AXES["batch"])
+    microbatches = config.microbatches if isinstance(config.microbatches, int) else 1
+    return shards * microbatches * _staged(config, sizes)
+
+
+def _staged(config: Settings, sizes: Mapping[str, int]) -> int:
+    return (config.pipeline.microbatches or 1) if sizes.get("pipeline", 1) > 1 else 1
+
+
 def _batch_on_mesh(config: Settings, sizes: Mapping[str, int]) -> Iterator[Problem]:
     axes = {axis: sizes[axis] for axis in LOGICAL_AXES["batch"] if sizes.get(axis, 1) > 1}
-    shards = math.prod(axes.values())
-    microbatches = config.microbatches if isinstance(config.microbatches, int) else 1
-    staged = (config.pipeline.microbatches or 1) if sizes.get("pipeline", 1) > 1 else 1
-    unit = shards * microbatches * staged
+    shards, unit, staged = math.prod(axes.values()), batch_unit(config, sizes), _staged(config, sizes)
     if size := next((size for _, size in config.batch_sizes if size % unit), None):
         cut = " x ".join(f"{shown(axis)}({size})" for axis, size in axes.items())
-        also = f" and microbatches into {microbatches}" if microbatches > 1 else ""
+        also = f" and microbatches into {config.microbatches}" if unit > shards * staged else ""
         also += f" and pipeline.microbatches into {staged}" if staged > 1 else ""
         cut = f"{cut} = {shards}" if cut else "1"
         yield Problem(

@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import datetime
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from spmdkit.cluster import detect_cluster, join
-from spmdkit.compat.user_mesh import ignores_user_settings
-from spmdkit.config import Config, load_config, replace_keys, to_short_yaml
+from spmdkit.config import Config, batch_unit, load_config, replace_keys, to_short_yaml
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
-from spmdkit.foundation.formatting import name_axes, visible
+from spmdkit.foundation.formatting import visible
 from spmdkit.foundation.json_output import print_json
+from spmdkit.mesh.mesh import resolve, slices
+from spmdkit.metrics.report.sweep import Chart, check_png, write_png
+from spmdkit.metrics.report.sweep import write_page as write_rows
 from spmdkit.plan.compare import as_written, compare, read_plan, show_comparison
-from spmdkit.plan.document import Document, plan_program, problem_of
+from spmdkit.plan.document import Document, problem_of
 from spmdkit.plan.machine.calibrate import calibrate, describe, rates_file, with_measured
-from spmdkit.plan.machine.compiler_process import in_compiler_process
 from spmdkit.plan.machine.target import Target, open_target, parse_target, target_of, with_fake_devices
+from spmdkit.plan.planner import PlanProcesses, log, plan_on, planner_on
+from spmdkit.plan.points import (
+    Point,
+    Row,
+    fastest_first,
+    notes_of,
+    plan_points,
+    reasons,
+    row_of,
+    show_rows,
+    summary,
+    table_of,
+)
+from spmdkit.plan.prices import Pricing, cost_of, read_prices
+from spmdkit.plan.sweep import (
+    Largest,
+    charts_of,
+    describe_largest,
+    largest_batch,
+    points_of,
+    read_sweep,
+    with_efficiency,
+)
 from spmdkit.plan.table import show, show_candidates
-from spmdkit.program.opening import open_program, task_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +61,10 @@ class PlanOptions:
         compile: number of candidates that the search compiles.
         write: file to write the best config to.
         diff: another config or plan to compare with.
+        sweep: `KEY=VALUES`, see sweep.py.
+        plot: file to draw the charts of a sweep to.
+        tokens: length of a training run, of which time and price are computed.
+        prices: file of prices; None: that of the package.
     """
 
     target: str | None = None
@@ -50,6 +76,21 @@ class PlanOptions:
     compile: int = 8
     write: Path | None = None
     diff: Path | None = None
+    sweep: str | None = None
+    plot: Path | None = None
+    tokens: float | None = None
+    prices: Path | None = None
+
+    @property
+    def targets(self) -> list[str]:
+        """The targets of `--target A,B`, each once."""
+        return list(dict.fromkeys(name.strip() for name in (self.target or "").split(",") if name.strip()))
+
+    def pricing(self) -> Pricing:
+        """Returns the prices, and the length of the training run."""
+        if self.tokens is not None and not 0 < self.tokens < 1e18:
+            raise ConfigError(f"--tokens is {self.tokens:g}. A run trains on a positive number. Try --tokens 1e12.")
+        return Pricing(read_prices(self.prices), self.tokens)
 
 
 def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
@@ -59,7 +100,11 @@ def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
         ConfigError: exit code 78; if a plan does not fit or exceeds the budget, after the plan is printed.
     """
     _check(path, overrides, options)
-    if _is_step(path):
+    if options.sweep is not None:
+        _run_sweep(path, overrides, options)
+    elif len(options.targets) > 1:
+        _run_targets(path, overrides, options)
+    elif _is_step(path):
         from spmdkit.plan.external_step import plan_make
 
         document = plan_make(str(path), options.target).document
@@ -81,7 +126,82 @@ def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
         _finish(document, path, options)
 
 
+def _run_targets(path: Path, overrides: list[str], options: PlanOptions) -> None:
+    """Prints a row for each target, fastest first."""
+    subject, pricing = str(path) if _is_step(path) else load_config(path, overrides), options.pricing()
+    with PlanProcesses(subject) as processes:
+        found = plan_points([Point(name, name, {}, {}) for name in options.targets], processes, pricing)
+    rows = fastest_first(found)
+    _print_rows("target", rows, {"targets": rows}, [], path, options)
+
+
+def _run_sweep(path: Path, overrides: list[str], options: PlanOptions) -> None:
+    """Prints a row for each value of a sweep, or for each batch size that the search for the largest tried."""
+    sweep, config, pricing = read_sweep(options.sweep or ""), load_config(path, overrides), options.pricing()
+    if options.plot is not None:
+        check_png()
+    if sweep.is_auto:
+        largest, sentence = _largest_batch(config, options, pricing)
+        rows = sorted(largest.rows, key=lambda row: row["value"])
+        result: Document = {"largest_batch": largest.fits, "does_not_fit": largest.fails}
+    else:
+        points, sentence, result = points_of(config, sweep, options.target), "", {}
+        with PlanProcesses(config) as processes:
+            rows = plan_points(points, processes, pricing)
+        rows = with_efficiency(rows) if sweep.key == "devices" else rows
+    charts = charts_of(sweep, rows)
+    if options.plot is not None and any(chart.points for chart in charts):
+        write_png(f"{path.stem}, {sweep.key}", charts, options.plot)
+    result |= {"sweep": sweep.key, "points": rows}
+    _print_rows(sweep.key, rows, result, charts, path, options, sentence)
+
+
+def _largest_batch(config: Config, options: PlanOptions, pricing: Pricing) -> tuple[Largest, str]:
+    machine = choose_target(config, options.target)
+    unit = batch_unit(config, resolve(config.mesh.sizes(), machine.num_devices, slices(machine.devices)))
+    with planner_on(config, machine) as (planner, _):
+
+        def plan(size: int) -> Row:
+            point = Point(f"{size}", machine.name, {"batch_size": size}, {"value": size})
+            row = row_of(point, planner(point.changes), pricing)
+            log(summary(row))
+            return row
+
+        largest = largest_batch(unit, max(config.largest_batch, 2 * unit), plan)
+    return largest, describe_largest(largest, unit)
+
+
+def _print_rows(
+    first: str,
+    rows: list[Row],
+    result: Document,
+    charts: list[Chart],
+    path: Path,
+    options: PlanOptions,
+    sentence: str = "",
+) -> None:
+    """Prints and writes several plans.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    pricing = options.pricing()
+    if options.html is not None:
+        notes = [*([sentence] if sentence else []), *reasons(rows), *notes_of(rows, pricing)]
+        write_rows(f"{path.stem}, {first}", *table_of(first, rows), charts, notes, options.html)
+    if options.as_json:
+        print_json({"config": str(path)} | result)
+    else:
+        show_rows(first, rows, pricing)
+        for line in (sentence, options.html, options.plot if charts else None):
+            if line:
+                print(visible(str(line)))
+    if not any(row["status"] == "fits" for row in rows):
+        raise ConfigError(f"plan of {path}: none of {len(rows)} plans fits. {sentence or reasons(rows)[0]}")
+
+
 def _finish(document: Document, path: Path, options: PlanOptions) -> None:
+    document = document | {"cost": cost_of(document, options.pricing())}
     _print(document, options)
     if problem := problem_of(document):
         raise ConfigError(f"plan of {path}: {problem}.")
@@ -99,6 +219,15 @@ def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
             f"{path} is a function, and takes only --target, --json and --html: overrides and the other options change "
             "or compare configs. Leave them out."
         )
+    several = [name for name, is_set in (("--sweep", options.sweep), ("--target A,B", options.targets[1:])) if is_set]
+    single = (options.search, options.write, options.diff, options.calibrate, path.suffix == ".json")
+    if several and (any(single) or len(several) > 1 or (options.sweep and _is_step(path))):
+        raise ConfigError(
+            f"{several[0]} makes several plans of a config, and takes no --search, --write, --diff or --calibrate"
+            f"{', and one target' if options.sweep else ''}. Leave them out."
+        )
+    if options.plot is not None and options.sweep is None:
+        raise ConfigError("--plot has no effect without --sweep: it draws its charts. Add --sweep batch_size=32,64.")
     for is_set, name in ((options.write is not None, "--write"), (options.search_over != "mesh", "--search-over")):
         if is_set and not options.search:
             raise ConfigError(f"{name} has no effect without --search: it is about what a search finds. Add --search.")
@@ -131,25 +260,6 @@ def make_plan(config: Config, target: str | None = None) -> Document:
     return plan_on(config, choose_target(config, target))
 
 
-@ignores_user_settings
-def plan_on(config: Config, machine: Target) -> Document:
-    """Returns the plan of a config on an opened target, with measured rates if there are any."""
-    if not machine.devices:
-        return in_compiler_process(_plan_apart, machine, config)
-    machine, call_s = with_measured(machine)
-    program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes, _log)
-    return plan_program(program, machine, call_s)
-
-
-def _plan_apart(machine: Target, config: Config) -> Document:
-    name_axes(config.roles)  # as when the config is read
-    return plan_on(config, machine)
-
-
-def _log(line: str) -> None:
-    print(visible(line), file=sys.stderr, flush=True)
-
-
 def choose_target(config: Config, target: str | None) -> Target:
     """Returns the target with its devices (`open_target`); None and `here` mean the devices that `train` uses."""
     if target is None or target == "here":
@@ -166,9 +276,9 @@ def _run_search(config: Config, machine: Target, options: PlanOptions) -> Docume
     """
     from spmdkit.plan.search.search import search
 
-    machine, call_s = with_measured(machine if machine.devices else with_fake_devices(machine))
+    machine, _ = with_measured(machine if machine.devices else with_fake_devices(machine))
     search_over = [name.strip() for name in options.search_over.split(",") if name.strip()]
-    ranking = search(config, machine, search_over, options.compile, _log, call_s)
+    ranking = search(config, machine, search_over, options.compile, log)
     rows = [candidate.as_json() for candidate in ranking.candidates]
     if ranking.best is None:
         if options.as_json:

@@ -53,7 +53,7 @@ def started_here(command, **_):
 @pytest.mark.parametrize("in_a_process", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_best_is_compiled_and_written(in_a_process, tmp_path, capsys, monkeypatch):
     if not in_a_process:
-        monkeypatch.setattr("spmdkit.plan.search.search.start", started_here)
+        monkeypatch.setattr("spmdkit.plan.planner.start", started_here)
     out = tmp_path / "best.yaml"
     run_plan(write(tmp_path), [], PlanOptions(search=True, compile=1, write=out, as_json=True))
     printed = json.loads(capsys.readouterr().out)
@@ -65,8 +65,8 @@ def test_the_best_is_compiled_and_written(in_a_process, tmp_path, capsys, monkey
 
 def searched(monkeypatch, most, plan):
     """Returns the ranking of 1, 2, 4 and 8 microbatches; `plan(microbatches)` takes the place of the compiler."""
-    compiled = lambda self, candidate: plan(candidate.changes.get("microbatches", 1))
-    monkeypatch.setattr("spmdkit.plan.search.search._Planner.__call__", compiled)
+    compiled = lambda self, changes, target: plan(changes.get("microbatches", 1))
+    monkeypatch.setattr("spmdkit.plan.planner.PlanProcesses.__call__", compiled)
     requested = config(mesh={"data": 8})
     return search(requested, choose_target(requested, None), ["microbatches"], most, lambda line: None)
 

@@ -1,39 +1,23 @@
 """`search`: the fastest mesh that fits. A model orders all legal candidates; the best are compiled.
 
-Each compilation is a separate process (`spmdkit plan ... --json`): as many concurrently as there are cores, at most
-four. A crash of the compiler rejects only its candidate. On a local accelerator, candidates are compiled sequentially
-in this process, since a second process could not allocate memory. The reported time is the prediction from the compiled
-program, never the model's estimate.
+Each compilation is a separate process (planner.py). The reported time is the prediction from the compiled program,
+never the model's estimate.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-import jax
-
-from spmdkit.config import Config, replace_keys, to_yaml
-from spmdkit.errors import ConfigError, SpmdkitError
+from spmdkit.config import Config
+from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import format_bytes
-from spmdkit.foundation.timeouts import PLAN_WORKER_S
-from spmdkit.launch.process import start
-from spmdkit.plan.document import plan_program
-from spmdkit.plan.machine.compiler_process import compiler_environment
 from spmdkit.plan.machine.target import Target
+from spmdkit.plan.planner import Planner, call_all, planner_on
 from spmdkit.plan.search.candidates import Candidate, candidates
 from spmdkit.program.opening import task_of
-from spmdkit.program.program import Program
 
-MAX_WORKERS = 4
 Log = Callable[[str], None]
 
 
@@ -61,9 +45,7 @@ class Ranking:
         )
 
 
-def search(
-    config: Config, target: Target, search_over: Sequence[str], most_compiled: int, report: Log, call_s: float = 0.0
-) -> Ranking:
+def search(config: Config, target: Target, search_over: Sequence[str], most_compiled: int, report: Log) -> Ranking:
     """Returns the candidates of a config on an opened target, compiled and ranked.
 
     Args:
@@ -78,18 +60,9 @@ def search(
     all_candidates = candidates(config, task, target, search_over)
     legal = [c for c in all_candidates if c.estimate_s is not None]
     report(f"{len(all_candidates)} candidates, {len(legal)} legal; compiling the best {min(most_compiled, len(legal))}")
-    in_process = target.is_here and target.chip.kind != "cpu"
-    plan = _in_process(config, task, target, call_s) if in_process else _Planner(config, target)
-    workers = 1 if in_process else max(1, min(MAX_WORKERS, os.cpu_count() or 1))
     chosen = legal[:most_compiled]
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        try:
-            for done in [pool.submit(_compile, candidate, plan, report) for candidate in chosen]:
-                done.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            if isinstance(plan, _Planner):
-                plan.close()
+    with planner_on(config, target) as (plan, workers):
+        call_all([partial(_compile, candidate, plan, report) for candidate in chosen], workers)
     for candidate in legal[most_compiled:]:
         candidate.reason = (
             f"the model puts it behind the {most_compiled} that were compiled ({candidate.estimate_s:.3g} s)"
@@ -115,8 +88,8 @@ def _predicted(candidate: Candidate) -> float:
     return candidate.document["predicted_step_s"] if candidate.document else float("inf")
 
 
-def _compile(candidate: Candidate, plan: Callable[[Candidate], dict[str, Any] | str], report: Log) -> None:
-    result = plan(candidate)
+def _compile(candidate: Candidate, plan: Planner, report: Log) -> None:
+    result = plan(candidate.changes)
     predicted = ""
     if isinstance(result, str):
         candidate.status, candidate.reason = "refused", result
@@ -129,54 +102,3 @@ def _compile(candidate: Candidate, plan: Callable[[Candidate], dict[str, Any] | 
         if result["fits"] and (exceeded := result["budget"]["exceeded"]):
             candidate.status, candidate.reason = "refused", "; ".join(exceeded)
     report(f"{candidate.name}: {candidate.status}{predicted}")
-
-
-def _in_process(
-    config: Config, task: Any, target: Target, call_s: float
-) -> Callable[[Candidate], dict[str, Any] | str]:
-    def plan(candidate: Candidate) -> dict[str, Any] | str:
-        try:
-            return plan_program(Program(replace_keys(config, candidate.changes), task, target.devices), target, call_s)
-        except (SpmdkitError, jax.errors.JaxRuntimeError) as error:
-            return str(error).splitlines()[0]
-
-    return plan
-
-
-class _Planner:
-    """Plans a candidate in a separate process."""
-
-    def __init__(self, config: Config, target: Target):
-        self._folder = tempfile.TemporaryDirectory(prefix="spmdkit-search-")
-        self._file = Path(self._folder.name) / f"{config.source.stem if config.source else 'config'}.yaml"
-        self._file.write_text(to_yaml(config, absolute_paths=True))
-        self._target = target
-        self._environment = compiler_environment() if target.compiler == "gpu" else None
-        self._running: set[subprocess.Popen[str]] = set()
-
-    def __call__(self, candidate: Candidate) -> dict[str, Any] | str:
-        overrides = [f"{key}={json.dumps(value)}" for key, value in candidate.changes.items()]
-        command = [sys.executable, "-m", "spmdkit", "plan", str(self._file), *overrides, "--json"]
-        command += ["--target", self._target.name]
-        process = start(command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self._running.add(process)
-        try:
-            out, errors = process.communicate(timeout=PLAN_WORKER_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            return f"its compilation took longer than {PLAN_WORKER_S} s"
-        finally:
-            self._running.discard(process)
-        try:
-            plan: dict[str, Any] = json.loads(out)
-            return plan
-        except ValueError:
-            lines = [line for line in errors.splitlines() if line.strip()]
-            return lines[-1] if lines else f"the compiler ended with code {process.returncode}"
-
-    def close(self) -> None:
-        """Terminates running processes and removes the folder."""
-        for process in list(self._running):
-            process.kill()
-        self._folder.cleanup()
