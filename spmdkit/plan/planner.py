@@ -101,7 +101,7 @@ class PlanProcesses:
         overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
         command = [sys.executable, "-m", "spmdkit", "plan", self._subject, *overrides, "--json"]
         command += [] if target is None else ["--target", target]
-        process = start(command, _environment(target), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = start(command, env=_environment(target), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._running.add(process)
         try:
             out, errors = process.communicate(timeout=PLAN_WORKER_S)
