@@ -87,7 +87,7 @@ reference:
 # interrupted command continues with the next run.
 plan-published: $(MAXTEXT)/.done $(VENV)/.test
 	$(BIN)/python benchmarks/published.py compile --python $(MAXTEXT)/bin/python
-	$(BIN)/python benchmarks/published.py table --write
+	$(BIN)/python benchmarks/published.py table
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --quiet .

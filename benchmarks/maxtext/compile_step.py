@@ -28,26 +28,22 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune
 import jax
 import maxtext
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 from maxtext.trainers.pre_train import train_compile
 from maxtext.utils import accelerator_to_spec_map, max_utils, maxtext_utils
 
+from spmdkit.plan.machine.gpu_devices import gpu_devices
 from spmdkit.plan.machine.target import open_target, parse_target
 
 TOPOLOGY = "a3"
 """The name under which MaxText finds the number of devices: that of its eight GPUs."""
-GPU_CONFIGS = Path(os.environ.get("GPU_CONFIGS", ""))
 
 
 def devices_of(target):
     """Returns the devices of a target, in the order of the topology."""
-    if target.chip.kind != "gpu":
-        return list(open_target(target).devices)
-    per_host = target.chip.devices_per_host
-    shape = f"1x{target.num_devices // per_host}x{per_host}"
-    config = (GPU_CONFIGS / f"{target.chip.name}.txtpb").read_text()
-    return list(topologies.get_topology_desc(platform="cuda", target_config=config, topology=shape).devices)
+    if target.chip.kind == "gpu":
+        return list(gpu_devices(target.chip, target.num_devices // target.chip.devices_per_host))
+    return list(open_target(target).devices)
 
 
 def mesh_builder(devices, is_gpu, built):
