@@ -260,7 +260,7 @@ def test_a_vmap_of_the_users_own_changes_nothing():
 
 def test_ragged_exchange_gives_the_same(monkeypatch):
     """The form of TPUs and GPUs; only the collective itself is another one here, since XLA's CPU backend has none."""
-    monkeypatch.setattr(dropless, "_platform", lambda: "tpu")
+    monkeypatch.setattr(dropless, "platform", lambda: "tpu")
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     x, router, experts = arrays(num=8)
     where_BT = jnp.arange(T) < jnp.array([T, 5, 2, T, 1, 7, 3, 8])[:, None]

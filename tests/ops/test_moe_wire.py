@@ -101,7 +101,7 @@ def test_positions_cost_four_bytes_each(examples):
 def test_accelerator_uses_ragged_exchange(platform, monkeypatch):
     """Lowered, not run: this machine has neither. Numbers are compared in test_moe.py, with a stand-in for the
     collective."""
-    monkeypatch.setattr(dropless, "_platform", lambda: platform)
+    monkeypatch.setattr(dropless, "platform", lambda: platform)
     record = step(expert=8)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape, _ in ARGUMENTS]
     loss = lambda *args: mixture(None)(*args).astype(jnp.float32).sum()

@@ -1,6 +1,8 @@
 """What a pipeline sends and keeps, read from the compiled program, is what its docstrings say."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +114,13 @@ def test_measured_gradient_equals_one_device(case):
     expected = jax.device_get(jax.jit(jax.value_and_grad(loss))(*arguments(num_microbatches)))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x.reshape(y.shape), y, rtol=1e-4, atol=1e-6)
+
+
+def test_gpipe_saves_no_weights_per_microbatch():
+    program, _, sizes = compiled("gpipe", 2, tokens=64, pipeline=8)
+    arrays = re.findall(rf"f32\[([\d,]*){D},{F}\]", program.as_text())
+    copies = [math.prod(int(n) for n in lead.split(",") if n) for lead in arrays]
+    assert max(copies) == LAYERS // sizes["pipeline"]
 
 
 def temporaries(*case, **asked):

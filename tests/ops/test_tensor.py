@@ -11,11 +11,13 @@ import optax
 import pytest
 
 import spmdkit as sk
+from spmdkit.ops import tensor
 from spmdkit.ops.collectives import all_gather, reduce_scatter
+from spmdkit.step import trace_context
 from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_close, assert_same_run, program_of, train
 from tests.support.forms import slow_except
-from tests.support.ops_mesh import value_and_grad
+from tests.support.ops_mesh import step, value_and_grad
 
 D, F, T, N, H, V, LAYERS = 16, 32, 8, 4, 4, 24, 2
 ROWS = ("batch", "norm_sequence", None)
@@ -155,6 +157,18 @@ def test_sharded_products_and_vocabulary_equal_one_device(case):
         task(form(between, dims), dims=dims), microbatches=1 + i % 2, remat=("none", "full")[i // 2 % 2], **settings
     )
     assert_same_run(train(program, evaluate=False, steps=2), reference(between))
+
+
+@pytest.mark.parametrize(("mesh", "order"), [({"tensor": 2}, "TB"), ({"fsdp": 2}, "BT")])
+def test_rows_on_gpus_have_the_order_of_collectives(monkeypatch, mesh, order):
+    monkeypatch.setattr(tensor, "platform", lambda: "gpu")
+    random = np.random.default_rng(0)
+    x, w = random.normal(size=(2, T, N, H)), random.normal(size=(N, H, D))
+    with trace_context.tracing(step(**mesh)):
+        text = str(jax.make_jaxpr(functools.partial(tensor.product, contracted=2))(x, w))
+        found = tensor.product(x, w, contracted=2)
+    assert ("permutation=(1, 0, 2, 3)" in text) == (order == "TB")
+    np.testing.assert_allclose(found, np.einsum("BTNH,NHD->BTD", x, w), rtol=1e-5, atol=1e-5)
 
 
 def test_the_layer_of_the_guide_is_a_pair():

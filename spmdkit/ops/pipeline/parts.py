@@ -23,6 +23,9 @@ from spmdkit.step import trace_context
 from spmdkit.step.row_order import join, split
 
 AXIS = "pipeline"
+UNROLLED_LAYERS = 8
+"""Layers of a stage that are written without a loop. A loop copies the weights and the gradients of each layer from and
+to the stacked arrays, in every tick."""
 
 
 class Model(NamedTuple):
@@ -95,7 +98,8 @@ class Pipe:
         with using_rows(self.context, rows):
             x = select((stage == 0) & (chunk == 0), fresh_trace(self.model.embed, embedding, rows.data), x)
             first = (chunk * self.num_stages + stage) * jax.tree.leaves(weights)[0].shape[0]
-            return layers_in_order(lambda x, w: fresh_trace(self.model.layer, x, w, rows.data), first, x, weights)
+            layer = lambda x, w: fresh_trace(self.model.layer, x, w, rows.data)
+            return layers_in_order(layer, first, x, weights, UNROLLED_LAYERS)
 
     def head(self, params: Any, x: Any, rows: Rows) -> Any:
         """Returns the result of the user's head for one part of a microbatch."""
@@ -230,8 +234,13 @@ class Pipe:
 # ---- helpers
 
 
-def layers_in_order(layer: Callable[..., Any], first: Any, x: Any, weights: Any) -> Any:
-    """Returns x[b, ...] after the layers of `weights` [K, ...]. `first`: number of the first of them."""
+def layers_in_order(layer: Callable[..., Any], first: Any, x: Any, weights: Any, unroll: int = 1) -> Any:
+    """Returns x[b, ...] after the layers of `weights` [K, ...].
+
+    Args:
+        first: number of the first of them.
+        unroll: layers in one iteration of the loop.
+    """
     examples = trace_context.current_examples()
 
     def step(x: Any, numbered: Any) -> tuple[Any, None]:
@@ -243,7 +252,8 @@ def layers_in_order(layer: Callable[..., Any], first: Any, x: Any, weights: Any)
             return layer(x, of_layer), None
 
     num = jax.tree.leaves(weights)[0].shape[0]
-    return lax.scan(step, x, (first + jnp.arange(num, dtype=jnp.int32), weights))[0]
+    numbered = (first + jnp.arange(num, dtype=jnp.int32), weights)
+    return lax.scan(step, x, numbered, unroll=min(num, unroll))[0]
 
 
 def select(condition: Any, a: Any, b: Any) -> Any:
@@ -279,8 +289,13 @@ _roll.defvjp(lambda x, by: (_roll(x, by), None), lambda by, _, ct: (_roll(ct, -b
 
 
 def pick(tree: Any, index: Any, dim: int = 0) -> Any:
-    """Returns the entry at `index` along one dim."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, dim, keepdims=False), tree)
+    """Returns the entry at `index` along one dim. The only entry is not indexed: a loop would save it as a residual of
+    each iteration."""
+
+    def entry(x: jax.Array) -> jax.Array:
+        return x.squeeze(dim) if x.shape[dim] == 1 else lax.dynamic_index_in_dim(x, index, dim, keepdims=False)
+
+    return jax.tree.map(entry, tree)
 
 
 SEAMS = {"chunks": Pipe.chunks, "joined": Pipe.joined}
