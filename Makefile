@@ -1,5 +1,5 @@
 # make demo | test | quick | extras | slurm | mpirun | ray | network | engines | thorough | verify | tpu | reference |
-# plan-published | lint | fuzz | soak | bench | versions-matrix | constraints. Targets run in .venv, which is created from
+# plan-published | bench-maxtext | lint | fuzz | soak | bench | versions-matrix | constraints. Targets run in .venv, which is created from
 # constraints.txt on first use. Targets that need a package of more than 100 MB (the TPU compiler) run in .venv-extras.
 
 PYTHON ?= python3
@@ -15,7 +15,7 @@ BOUND := timeout -s KILL
 # Bytecode halves the time of importing the sources and the tests, in each worker and each process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference plan-published lint types fuzz soak bench constraints versions versions-matrix browser clean
+.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference plan-published bench-maxtext lint types fuzz soak bench constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -88,6 +88,12 @@ reference:
 plan-published: $(MAXTEXT)/.done $(VENV)/.test
 	$(BIN)/python benchmarks/published.py compile --python $(MAXTEXT)/bin/python
 	$(BIN)/python benchmarks/published.py table
+
+# The train step of spmdkit against that of MaxText, compiled by the same compilers for the cells of
+# benchmarks/maxtext/cells.yaml; writes docs/maxtext.md and fails if a ratio is above its limit without a known cause.
+# Takes hours; an interrupted command continues with the next cell. `make bench-maxtext ONLY=v5p/fsdp AGAIN=--again`.
+bench-maxtext: $(MAXTEXT)/.done $(VENV)/.test
+	$(BIN)/python benchmarks/maxtext/compare.py --python $(MAXTEXT)/bin/python --only $(or $(ONLY),"") $(AGAIN)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --quiet .

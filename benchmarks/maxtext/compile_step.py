@@ -13,17 +13,15 @@ its mesh is built from the devices of the target.
 """
 
 import argparse
-import json
 import math
 import os
 import re
-import time
 from pathlib import Path
 
+import programs
+
 os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+programs.prepare()
 
 import jax
 import maxtext
@@ -32,18 +30,10 @@ from jax.sharding import AxisType, Mesh
 from maxtext.trainers.pre_train import train_compile
 from maxtext.utils import accelerator_to_spec_map, max_utils, maxtext_utils
 
-from spmdkit.plan.machine.gpu_devices import gpu_devices
 from spmdkit.plan.machine.target import open_target, parse_target
 
 TOPOLOGY = "a3"
 """The name under which MaxText finds the number of devices: that of its eight GPUs."""
-
-
-def devices_of(target):
-    """Returns the devices of a target, in the order of the topology."""
-    if target.chip.kind == "gpu":
-        return list(gpu_devices(target.chip, target.num_devices // target.chip.devices_per_host))
-    return list(open_target(target).devices)
 
 
 def mesh_builder(devices, is_gpu, built):
@@ -106,8 +96,8 @@ def main():
     parser.add_argument("--flags", default="", help="options of the compiler, --a=b --c=d")
     parser.add_argument("settings", nargs="*", help="NAME=VALUE of MaxText's base.yml")
     arguments = parser.parse_intermixed_args()
-    target, built, dropped, compiled = parse_target(arguments.target), [], [], []
-    devices, is_gpu = devices_of(target), target.chip.kind == "gpu"
+    target, built, dropped, compiled = open_target(parse_target(arguments.target)), [], [], []
+    devices, is_gpu = list(target.devices), target.chip.kind == "gpu"
     spec = accelerator_to_spec_map.UserFacingNameToSystemCharacteristics
     per_slice = len(devices) // target.num_slices
     spec[TOPOLOGY] = accelerator_to_spec_map.SystemCharacteristics("gpu", None, None, None, per_slice, None)
@@ -118,7 +108,7 @@ def main():
     train_compile.get_topology_mesh = mesh_builder(devices, is_gpu, built)
     original = train_compile.jit_and_compile
     train_compile.jit_and_compile = lambda *a, **k: compiled.append(original(*a, **k)) or compiled[-1]
-    start_s, cpu_s = time.time(), time.process_time()
+    watch = programs.Stopwatch()
     train_compile.main(
         [
             "train_compile",
@@ -135,21 +125,7 @@ def main():
             *arguments.settings,
         ]
     )
-    memory = compiled[0].memory_analysis()
-    flat = list(built[0].devices.flat)
-    summary = {
-        "axes": {axis: size for axis, size in built[0].shape.items() if size > 1},
-        "coords": [list(getattr(device, "coords", ())) for device in flat],
-        "slices": [getattr(device, "slice_index", 0) or 0 for device in flat],
-        "memory": {name: getattr(memory, name) for name in dir(memory) if name.endswith("bytes")},
-        "dropped_flags": dropped,
-        "wall_s": round(time.time() - start_s, 1),
-        "cpu_s": round(time.process_time() - cpu_s, 1),
-        "versions": {"jax": jax.__version__, "maxtext": "0.2.4"},
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "step.txt").write_text(compiled[0].as_text())
-    (arguments.out / "step.json").write_text(json.dumps(summary))
+    summary = programs.save(arguments.out, compiled[0], built[0], dropped_flags=dropped, **watch.seconds())
     print(f"{arguments.out}: {len(devices)} devices, {summary['axes']}, {summary['cpu_s']} CPU s, dropped {dropped}")
 
 

@@ -1,0 +1,73 @@
+"""The comparison with MaxText: limits, and the committed table. The measurement: `make bench-maxtext`."""
+
+import gzip
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "maxtext"
+TEXT = Path(__file__).with_name("texts") / "fsdp_step.txt.gz"
+
+
+@pytest.fixture(scope="module")
+def compare():
+    spec = importlib.util.spec_from_file_location("compare", FOLDER / "compare.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def measured(compare, **ours):
+    """Returns a measurement in which every ratio is one, except for those of `ours`."""
+    name, cell = next(iter(compare.cells().items()))
+    side = dict.fromkeys(compare.FIGURES, 1.0) | {"attention": "splash", "versions": {}}
+    versions = {"maxtext": "1", "jax": "1", "libtpu": "1", "jax-cuda13-pjrt": "1"}
+    row = {"settings": compare.settings_of(cell), "date": "2026-11-27"}
+    return name, {name: row | {"spmdkit": side | ours, "maxtext": side | {"versions": versions}}}
+
+
+def test_the_page_is_that_of_the_results(compare):
+    assert compare.page(compare.read_results(), compare.known()) == compare.PAGE.read_text()
+
+
+def test_committed_ratios_above_the_limit_have_causes(compare):
+    results = compare.read_results()
+    assert compare.unexplained(results, compare.known()) == []
+    high = {(name, figure) for name, figure, _ in compare.above(results)}
+    assert {(name, figure) for name, of in compare.known().items() for figure in of} == high
+
+
+@pytest.mark.parametrize(("step_s", "is_above"), [(1.05, False), (1.06, True)])
+def test_a_ratio_above_the_limit_is_marked(compare, step_s, is_above):
+    name, results = measured(compare, step_s=step_s)
+    assert (f"**{step_s:.3f}**" in compare.page(results, {})) == is_above
+    lines = [f"{name}: time 1.060 of MaxText's, the limit is 1.05"] if is_above else []
+    assert compare.unexplained(results, {}) == lines
+    assert compare.unexplained(results, {name: {"step_s": "a cause"}}) == []
+
+
+def test_only_small_exposed_times_are_not_compared(compare):
+    _, small = measured(compare, exposed_s=0.009, step_s=1.0)
+    assert compare.unexplained(small, {}) == []
+    next(iter(small.values()))["maxtext"]["exposed_s"] = 0.001
+    assert compare.unexplained(small, {}) == []
+    next(iter(small.values()))["spmdkit"]["exposed_s"] = 0.011
+    assert len(compare.unexplained(small, {})) == 1
+
+
+def test_a_cell_with_other_settings_is_not_measured(compare):
+    name, results = measured(compare)
+    second = list(compare.cells())[1]
+    results |= {second: {**results[name], "settings": {}}}
+    assert f"| {second} | not run |" in compare.page(results, {})
+
+
+def test_figures_are_read_from_a_saved_step(compare, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    places = [[x, y, z] for z in range(2) for y in range(2) for x in range(2)]
+    summary = {"axes": {"fsdp": 8}, "coords": places, "slices": [0] * 8, "cpu_s": 1, "versions": {}}
+    summary["memory"] = {"peak_memory_in_bytes": 7}
+    found = compare.figures(summary, gzip.decompress(TEXT.read_bytes()).decode(), "tpu:v5p:2x2x2")
+    assert all(found[figure] > 0 for figure in compare.FIGURES) and found["loops_of_unknown_length"] == 0
