@@ -101,7 +101,9 @@ class PlanProcesses:
         overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
         command = [sys.executable, "-m", "spmdkit", "plan", self._subject, *overrides, "--json"]
         command += [] if target is None else ["--target", target]
-        process = start(command, env=_environment(target), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = start(
+            command, env=self._environment(target), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         self._running.add(process)
         try:
             out, errors = process.communicate(timeout=PLAN_WORKER_S)
@@ -118,6 +120,13 @@ class PlanProcesses:
             lines = [line for line in errors.splitlines() if line.strip()]
             return lines[-1] if lines else f"the compiler ended with code {process.returncode}"
 
+    def _environment(self, target: str | None) -> dict[str, str] | None:
+        """Returns the environment of the process that plans a target: that of the GPU compiler, if it is for GPUs."""
+        with contextlib.suppress(ConfigError):  # which that process raises again
+            if target is not None and parse_target(target).chip.kind == "gpu" and is_installed():
+                return compiler_environment(Path(self._folder.name))
+        return None
+
     def __enter__(self) -> PlanProcesses:
         return self
 
@@ -125,14 +134,6 @@ class PlanProcesses:
         for process in list(self._running):
             process.kill()
         self._folder.cleanup()
-
-
-def _environment(target: str | None) -> dict[str, str] | None:
-    """Returns the environment of the process that plans a target: that of the GPU compiler, if it plans for GPUs."""
-    with contextlib.suppress(ConfigError):  # which that process raises again
-        if target is not None and parse_target(target).chip.kind == "gpu" and is_installed():
-            return compiler_environment()
-    return None
 
 
 def call_all(calls: Sequence[Callable[[], Any]], workers: int) -> None:

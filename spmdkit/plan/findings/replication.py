@@ -2,13 +2,16 @@
 
 Either a parameter that no rule shards, on a mesh with model axes that could shard it, or an activation that depends on
 the batch and is as large on one device as in the full program, because a constraint is missing or names no axis. The
-threshold is `layout.replicate_above_bytes`. Weights that fsdp gathers before use are not reported.
+threshold is `layout.replicate_above_bytes`. Weights that fsdp gathers before use, and gradients of weights, are not
+reported.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -59,25 +62,28 @@ def _activations(step: CompiledStep) -> Iterator[Finding]:
     bound = program.config.layout.replicate_above_bytes
     num_state = len(jax.tree.leaves(program.abstract_state))
     jaxpr = step.jaxpr.jaxpr
-    whole = set[tuple[str, int]]()
+    weights = [dims for leaf in program.layout for dims in (leaf.shape, leaf.shape[1:])]
+    whole = defaultdict[tuple[str, int], set[tuple[int, ...]]](set)
     dependent = list[tuple[Any, Any]]()
     depending(jaxpr, [n >= num_state for n in range(len(jaxpr.invars))], dependent)
     for eqn, out in dependent:
-        size = math.prod(getattr(out.aval, "shape", ()))
-        if size * getattr(getattr(out.aval, "dtype", None), "itemsize", 4) > bound and (at := line(eqn)):
-            whole.add((at, size))
-    if not whole:
-        return
-    weights = {n for leaf in program.layout for n in (math.prod(leaf.shape), math.prod(leaf.shape[1:]))}
+        dims = tuple(getattr(out.aval, "shape", ()))
+        size = math.prod(dims)
+        is_large = size * getattr(getattr(out.aval, "dtype", None), "itemsize", 4) > bound
+        is_of_weight = is_large and any(_is_of_weight(dims, weight, program.batch_shards) for weight in weights)
+        if is_large and not is_of_weight and (at := line(eqn)):
+            whole[at, size].add(dims)
     seen: set[str] = set()
-    for i in module.unfused():
+    for i in module.unfused() if whole else ():
         if i.opcode in _NO_BUFFER:
             continue
         for shape in i.shapes:
-            if shape.bytes <= bound or shape.size in weights or shape.space:
+            if shape.bytes <= bound or shape.space:
                 continue
             source = source_of(module, i)
-            if source is None or source in seen or (source, shape.size) not in whole:
+            if source is None or source in seen:
+                continue
+            if not any(_is_merged(shape.dims, dims) for dims in whole.get((source, shape.size), ())):
                 continue
             seen.add(source)
             yield Finding(
@@ -89,3 +95,24 @@ def _activations(step: CompiledStep) -> Iterator[Finding]:
                 source,
                 'Shard it: sk.shard(x, "batch", ...) on it or on its inputs.',
             )
+
+
+def _is_of_weight(dims: Sequence[int], weight: Sequence[int], num_replicas: int) -> bool:
+    """Returns whether an array has the dims of a weight, in any order, and otherwise only dims of replicas."""
+    more, less = Counter(dims), Counter(weight)
+    return less <= more and num_replicas % math.prod((more - less).elements()) == 0
+
+
+def _is_merged(dims: Sequence[int], whole: Sequence[int]) -> bool:
+    """Returns whether an array has the dims of `whole` in any order, some of them merged into one."""
+    dims, whole = [n for n in dims if n > 1], [n for n in whole if n > 1]
+    if not dims:
+        return not whole
+    choices = itertools.chain.from_iterable(
+        itertools.combinations(range(len(whole)), num) for num in range(1, len(whole) + 1)
+    )
+    return any(
+        math.prod(whole[n] for n in chosen) == dims[0]
+        and _is_merged(dims[1:], [n for i, n in enumerate(whole) if i not in chosen])
+        for chosen in choices
+    )

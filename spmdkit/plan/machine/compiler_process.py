@@ -2,6 +2,10 @@
 
 The process that plans does not load JAX's CUDA plugin: the plugin registers itself in JAX, reads flags of XLA, and may
 crash. Function and arguments are pickled, the result is JSON. What the function prints goes to standard error.
+
+The compiler emits PTX, runs NVIDIA's assembler `ptxas` and links NVIDIA's library `libdevice`. Both belong to CUDA, and
+only a program that runs needs their results: here the assembler is a script and the library is empty. The compiled
+program, as text, is the same with those of CUDA 13.0 (jax 0.10.2, a GPT on 8 H100, 2026-11-27).
 """
 
 from __future__ import annotations
@@ -28,17 +32,31 @@ from spmdkit.launch.process import start
 from spmdkit.plan.machine.gpu_devices import check_version
 from spmdkit.plan.machine.target import Target, open_target
 
-_LOG = re.compile(r"[IWE]\d{4} \d\d:")
+_LOG = re.compile(r"[IWE]\d{4} \d\d:|WARNING: All log messages before absl")
 """A line of XLA's log."""
 _CRASH = re.compile(r"F\d{4} |\*\*\* |PC: @|Fatal Python error")
 """First line of a crash of C++ code; its stack trace follows."""
 
 
-def compiler_environment() -> dict[str, str]:
-    """Returns the environment of a process that loads the GPU compiler."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()  # no GPU to measure kernels on
+_PTXAS = """#!/bin/sh
+[ "$1" = --version ] && echo "release 13.0, V13.0.88"
+while [ $# -gt 1 ]; do [ "$1" = -o ] && echo > "$2"; shift; done
+exit 0
+"""
+"""Writes one empty line as the assembled program."""
+
+
+def compiler_environment(folder: Path) -> dict[str, str]:
+    """Returns the environment of a process that loads the GPU compiler. `folder` exists until the process ends."""
+    assembler, library = folder / "bin" / "ptxas", folder / "nvvm" / "libdevice" / "libdevice.10.bc"
+    for file, text in ((assembler, _PTXAS), (library, "; no functions\n")):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assembler.chmod(0o755)
+    # There is no GPU on which kernels could be measured.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={folder}".strip()
     own = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "XLA_FLAGS": flags, GPU_COMPILER: "1"}
-    return {**os.environ, **own}
+    return {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, **own}
 
 
 def in_compiler_process(function: Callable[..., Mapping[str, Any]], target: Target, *arguments: Any) -> dict[str, Any]:
@@ -62,7 +80,7 @@ def in_compiler_process(function: Callable[..., Mapping[str, Any]], target: Targ
         Path(folder, "call").write_bytes(pickle.dumps(sys.path) + call)
         command = [sys.executable, "-m", "spmdkit.plan.machine.compiler_process", folder]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        with start(command, compiler_environment(), **pipes, errors="replace") as process:
+        with start(command, compiler_environment(Path(folder)), **pipes, errors="replace") as process:
             try:
                 lines = _forward(process)
             except BaseException:
