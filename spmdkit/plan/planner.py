@@ -124,7 +124,7 @@ class PlanProcesses:
         """Returns the environment of the process that plans a target: that of the GPU compiler, if it is for GPUs."""
         with contextlib.suppress(ConfigError):  # which that process raises again
             if target is not None and parse_target(target).chip.kind == "gpu" and is_installed():
-                return compiler_environment(Path(self._folder.name))
+                return compiler_environment(Path(tempfile.mkdtemp(dir=self._folder.name)))
         return None
 
     def __enter__(self) -> PlanProcesses:
