@@ -209,6 +209,10 @@ def plan(
     ] = None,
     json_: AsJson = False,
     html: Annotated[Path | None, typer.Option(help="Also write the plan as an HTML page.", metavar="FILE")] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Also write a timeline of one layer, JSON for ui.perfetto.dev.", metavar="FILE"),
+    ] = None,
     search: Annotated[bool, typer.Option("--search", help="Search for the fastest mesh that fits.")] = False,
     search_over: Annotated[
         str, typer.Option(help="What the search varies, comma-separated: mesh, microbatches, remat, zero.")
@@ -231,6 +235,7 @@ def plan(
         target=target,
         as_json=json_,
         html=html,
+        timeline=timeline,
         calibrate=calibrate,
         search=search,
         search_over=search_over,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import io
 import math
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -100,6 +101,16 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     text = io.StringIO()
     Console(file=text, width=2**20, markup=False, highlight=False, emoji=False).print(table)
     return [line.rstrip() for line in text.getvalue().splitlines()]
+
+
+def shown_source(source: str | None) -> str:
+    """Returns `file.py:12` relative to the working directory or to the library's folder; empty for None."""
+    path, colon, line = (source or "").rpartition(":")
+    if not colon:
+        return line
+    path = re.split(r"/(?:site|dist)-packages/", path)[-1]
+    relative = os.path.relpath(path) if os.path.isabs(path) else path
+    return f"{relative if not relative.startswith('../..') else os.path.basename(path)}:{line}"
 
 
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

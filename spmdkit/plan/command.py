@@ -45,6 +45,7 @@ from spmdkit.plan.sweep import (
     with_efficiency,
 )
 from spmdkit.plan.table import show, show_candidates
+from spmdkit.plan.trace import write_trace
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class PlanOptions:
         target: see `target.py`; None: the devices that `train` uses.
         as_json: print only one JSON object.
         html: file to write the page to.
+        timeline: file to write the timeline of one layer to, for Perfetto.
         calibrate: measure this machine first.
         search: search for the fastest mesh that fits.
         search_over: settings that the search varies.
@@ -70,6 +72,7 @@ class PlanOptions:
     target: str | None = None
     as_json: bool = False
     html: Path | None = None
+    timeline: Path | None = None
     calibrate: bool = False
     search: bool = False
     search_over: str = "mesh"
@@ -216,8 +219,8 @@ def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
     """Rejects options that have no effect together."""
     if _is_step(path) and (overrides or options.search or options.write or options.diff or options.calibrate):
         raise ConfigError(
-            f"{path} is a function, and takes only --target, --json and --html: overrides and the other options change "
-            "or compare configs. Leave them out."
+            f"{path} is a function, and takes only --target, --json, --html and --timeline: overrides and the other "
+            "options change or compare configs. Leave them out."
         )
     several = [name for name, is_set in (("--sweep", options.sweep), ("--target A,B", options.targets[1:])) if is_set]
     single = (options.search, options.write, options.diff, options.calibrate, path.suffix == ".json")
@@ -231,8 +234,10 @@ def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
     for is_set, name in ((options.write is not None, "--write"), (options.search_over != "mesh", "--search-over")):
         if is_set and not options.search:
             raise ConfigError(f"{name} has no effect without --search: it is about what a search finds. Add --search.")
-    if options.diff is not None and (options.search or options.calibrate or options.html is not None):
-        raise ConfigError("--diff compares two plans and takes no --search, --calibrate or --html. Leave them out.")
+    if options.diff and (options.search or options.calibrate or options.html or options.timeline):
+        raise ConfigError(
+            "--diff compares two plans and takes no --search, --calibrate, --html or --timeline. Leave them out."
+        )
     if path.suffix == ".json" and (overrides or options.search or options.calibrate or options.target):
         raise ConfigError(f"{path} is a plan that was made: nothing about it can change. Give the config instead.")
     if options.compile < 1:
@@ -246,11 +251,13 @@ def _print(document: Document, options: PlanOptions) -> None:
         from spmdkit.metrics.report.plan import write_page
 
         write_page(document, options.html)
+    if options.timeline is not None:
+        write_trace(document, options.timeline)
     if options.as_json:
         print_json(document)
         return
     show(document)
-    for written in (options.html, options.write):
+    for written in (options.html, options.timeline, options.write):
         if written is not None:
             print(visible(str(written)))
 

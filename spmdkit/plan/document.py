@@ -16,6 +16,8 @@ comparison read only this object. All bytes and FLOPs are per device and step. K
                                       work, without repeated work and recomputation (MFU uses the latter)
     flops_by_dtype, elementwise_flops a device's share of the step, from its jaxpr
     predicted_step_s, time            parts, links, bound, mfu, examples_per_s, tokens_per_s, calibrated
+    lines                             source, text, seconds, exposed_s, parts, flops: what each line takes of a step
+    timeline                          title, source, iterations, seconds, rows, spans: one iteration of the longest loop
     findings                          severity, code, message, source, fix
     layout                            path, shape, dtype, spec, memory_kind, bytes (global), device_bytes, reason
     budget                            limits of the config, and the exceeded ones
@@ -31,23 +33,25 @@ from typing import Any
 import jax
 
 from spmdkit.config import to_yaml
-from spmdkit.foundation.formatting import format_bytes, shown, shown_axes
+from spmdkit.foundation.formatting import format_bytes, shown, shown_axes, shown_source
 from spmdkit.plan.budget import exceeded
 from spmdkit.plan.collectives_bill import Bill, Collective
 from spmdkit.plan.compiled_step import CompiledStep, read_compiled, read_program
 from spmdkit.plan.findings import Finding
 from spmdkit.plan.flops import Arithmetic, count
+from spmdkit.plan.hlo.source import source_of, text_of
 from spmdkit.plan.jaxpr_lines import paths
 from spmdkit.plan.lower_bound import lower_bound_bytes
 from spmdkit.plan.machine.links import link_path_of, parts_of
 from spmdkit.plan.machine.target import Target
 from spmdkit.plan.memory import memory_without_program
-from spmdkit.plan.step_time import predict_time
+from spmdkit.plan.step_time import Time
 from spmdkit.program.memory import shard_bytes
 from spmdkit.program.program import Program
 
 Document = dict[str, Any]
 VERSION = 1
+MAX_SPANS = 1000
 _MEMORY = ("argument", "output", "alias", "temp", "code", "peak")
 _DOES_NOT_FIT = (
     "More microbatches, remat: full, a larger fsdp or tensor axis, or offload: [optimizer]; --search tries them."
@@ -62,7 +66,7 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
     arithmetic = count(program.traced.jaxpr)
     model = count(program.traced_once().jaxpr) if program.computes_twice else arithmetic
     needed = program.step_bytes
-    analysis = None if needed.refused else read_program(program, target)
+    analysis = None if needed.refused else read_program(program, target, call_s)
     memory = memory_without_program(program) if analysis is None else analysis.memory
     findings = [] if analysis is None else [*analysis.findings]
     limit, chip = target.memory_limit_bytes, target.chip
@@ -83,7 +87,7 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
         },
         "findings": [vars(finding) for finding in findings],
         **_sent(program, target, analysis),
-        **_computed(program, target, arithmetic, model, analysis, call_s),
+        **_computed(program, target, arithmetic, model, analysis),
         "layout": layout_rows(program),
         "config": to_yaml(program.config, hide_secrets=True),
         "source": str(program.config.source) if program.config.source else None,
@@ -180,7 +184,6 @@ def _computed(
     arithmetic: Arithmetic,
     model: Arithmetic,
     analysis: CompiledStep | None,
-    call_s: float,
 ) -> Document:
     """Returns the FLOPs and the time of one device. Without a program, or without products in it, the FLOPs are a
     device's share of the step."""
@@ -193,12 +196,8 @@ def _computed(
         "flops_by_dtype": {dtype: flops / num for dtype, flops in arithmetic.by_dtype.items()},
         "elementwise_flops": arithmetic.elementwise / num,
     }
-    if analysis is None:
-        return fields | {"predicted_step_s": None, "time": None}
-    host_bytes = analysis.memory.host_bytes
-    time = predict_time(
-        target, analysis.module, analysis.bill, devices, scans=analysis.scans, host_bytes=host_bytes, call_s=call_s
-    )
+    if analysis is None or (time := analysis.time) is None:
+        return fields | {"predicted_step_s": None, "time": None, "lines": [], "timeline": None}
     step_s = max(time.step_s, 1e-9)
     tokens = tokens_of_batch(program)
     dtype = max(model.by_dtype, key=lambda d: model.by_dtype[d], default="float32")
@@ -219,6 +218,43 @@ def _computed(
             "loops_of_unknown_length": time.guessed,
             "calibrated": target.calibrated,
         },
+        "lines": line_rows(time),
+        "timeline": timeline_of(analysis, time),
+    }
+
+
+def line_rows(time: Time) -> list[Document]:
+    """Returns what each line takes of a step, the longest first. `seconds` and `exposed_s` of all rows, and the bubble
+    of a pipeline, sum to the time of the step."""
+    return [
+        {
+            "source": source,
+            "text": text_of(source),
+            "seconds": sum(line.seconds.values()),
+            "exposed_s": line.exposed_s,
+            "parts": dict(line.seconds),
+            "flops": line.flops,
+        }
+        for source, line in time.lines.items()
+        if line.total_s > 0
+    ]
+
+
+def timeline_of(analysis: CompiledStep, time: Time) -> Document:
+    """Returns one iteration of the loop that takes most of the step, or the step if no loop does: what each row does,
+    and when. The longest `MAX_SPANS` are listed."""
+    loop, body = time.layer, time.whole if time.layer is None else time.layer.body
+    spans = sorted(body.spans(), key=lambda span: span.start_s - span.end_s)
+    rows = dict.fromkeys(["compute", *(span.row for span in spans)])
+    source = loop and source_of(analysis.module, loop.instruction)
+    return {
+        "title": f"One of {loop.iterations} iterations of the loop at {shown_source(source)}" if loop else "The step",
+        "source": source,
+        "iterations": loop.iterations if loop else 1,
+        "seconds": body.now_s,
+        "rows": [*rows],
+        "spans": [span._asdict() for span in sorted(spans[:MAX_SPANS], key=lambda span: span.start_s)],
+        "omitted": max(0, len(spans) - MAX_SPANS),
     }
 
 

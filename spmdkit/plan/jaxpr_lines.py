@@ -3,6 +3,7 @@ batch."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from spmdkit import compat
 from spmdkit.foundation.jaxprs import equations_within, inner_jaxprs
 from spmdkit.plan.hlo.source import line_of
 from spmdkit.plan.hlo.text import Frame
+from spmdkit.step import trace_context
 
 _INSIDE = {"scan": "while/body/closed_call", "while": "while/body", "shard_map": "shard_map", "cond": "cond"}
 
@@ -38,6 +40,18 @@ def scan_lengths(jaxpr: Any, name: str) -> dict[str, int]:
         if eqn.primitive.name in ("scan", "while"):
             lengths[f"{path}/while"].add(eqn.params.get("length"))
     return {path: n.pop() for path, n in lengths.items() if len(n) == 1 and None not in n}
+
+
+def idle_share(jaxpr: Any, name: str, num_stages: int) -> float:
+    """Returns the share of the executions of a pipeline's stages that compute nothing: (P - 1) / ticks, where the ticks
+    of the forward pass are the first two loops of `sk.pipeline` (`ops/pipeline/schedule.py`). 0 without a pipeline."""
+    loops = (
+        eqn.params["length"]
+        for eqn, path in paths(jaxpr, name)
+        if eqn.primitive.name == "scan" and path.rstrip(")").endswith(trace_context.PIPELINE)
+    )
+    num_ticks = sum(itertools.islice(loops, 2)) if num_stages > 1 else 0
+    return (num_stages - 1) / num_ticks if num_ticks else 0.0
 
 
 def lines_of(jaxpr: Any, name: str, op_name: str) -> list[str]:

@@ -21,6 +21,7 @@ Source: Williams, Waterman, Patterson, "Roofline" (CACM 2009); "How to Scale You
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,17 +33,22 @@ from spmdkit.plan.collectives_bill import Bill, Collective
 from spmdkit.plan.costs import Costs
 from spmdkit.plan.hlo import loops
 from spmdkit.plan.hlo.collectives import OPCODES
+from spmdkit.plan.hlo.source import op_name_of, source_of
 from spmdkit.plan.hlo.text import Computation, Instruction, Module
 from spmdkit.plan.hlo.tpu_forms import chain_of, ended_chain, estimated_cycles
 from spmdkit.plan.kernels import target_of
 from spmdkit.plan.machine.links import LinkPath, link_path_of
 from spmdkit.plan.machine.target import Target
+from spmdkit.plan.timeline import BUBBLE, Loop, Timeline, layer_of
+from spmdkit.step import trace_context
 
 CYCLES = 1.02
 """Time of an instruction / (estimated cycles / clock): one factor for v5e, v5p, v6e and 7x. Fitted to the step times of
 seven published runs of MaxText by the sum of the cycles alone, without kernels and exposed collectives (jax 0.10.2,
 libtpu 0.0.42, 2026-11)."""
 _HOST_SPACE = 5
+_TICKS = re.compile(rf"{trace_context.PIPELINE}\)*/while/body")
+"""In the op name of an instruction that the stages of a pipeline run in each tick."""
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "f64": "float32"}
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain", "opt-barrier",
@@ -69,6 +75,26 @@ class LinkTime:
 
 
 @dataclass(frozen=True)
+class LineTime:
+    """What one line of the program takes of a step.
+
+    Attributes:
+        seconds: part (`arithmetic`, `memory`, `launch`, `host`) -> seconds, without the bubble of a pipeline.
+        exposed_s: seconds in which the device waits for the line's collectives.
+        flops: of products on one device.
+    """
+
+    seconds: Mapping[str, float]
+    exposed_s: float
+    flops: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of instructions, and those in which the device waits."""
+        return sum(self.seconds.values()) + self.exposed_s
+
+
+@dataclass(frozen=True)
 class Time:
     """Predicted time of one step.
 
@@ -79,6 +105,9 @@ class Time:
         hlo_flops: FLOPs of products on one device, all executions.
         memory_bytes: bytes that one device reads and writes.
         guessed: number of loops of unknown length, which count as one iteration.
+        lines: `file.py:12` -> its part of the step; None: instructions without a line, and what the host does.
+        layer: the loop that takes most of the step, with the timeline of one iteration; None: no loop does.
+        whole: the timeline of the step.
     """
 
     seconds: dict[str, float]
@@ -86,6 +115,9 @@ class Time:
     hlo_flops: float
     memory_bytes: float
     guessed: int = 0
+    lines: Mapping[str | None, LineTime] = field(default_factory=dict)
+    layer: Loop | None = None
+    whole: Timeline = field(default_factory=Timeline, repr=False)
 
     @property
     def step_s(self) -> float:
@@ -114,6 +146,7 @@ def predict_time(
     scans: Mapping[str, int] | None = None,
     host_bytes: int = 0,
     call_s: float = 0.0,
+    idle: float = 0.0,
 ) -> Time:
     """Returns the predicted time of one step.
 
@@ -123,135 +156,68 @@ def predict_time(
         host_bytes: state of one device that is stored in host memory between steps; used if the text shows no transfer
             from or to host memory.
         call_s: host time of one call of the step.
+        idle: share of the executions of a pipeline's stages that is its bubble (`jaxpr_lines.idle_share`).
     """
-    walk = _Walk(target, module, bill, devices, scans)
+    walk = _Walk(target, module, bill, devices, scans, idle)
     step = walk.timeline(module.entry, None)
-    seconds = {part: step.seconds[part] for part in ("arithmetic", "memory", "launch", "host")}
-    seconds["launch"] += call_s
+    step.seconds["launch", None] += call_s
     if not walk.has_host_transfers:
-        seconds["host"] = 2 * host_bytes / target.chip.host_link.bytes_per_s
-    sent: dict[str, int] = defaultdict(int)
+        step.seconds["host", None] += 2 * host_bytes / target.chip.host_link.bytes_per_s
+    seconds = dict.fromkeys(("arithmetic", "memory", "launch", "host", BUBBLE), 0.0)
+    for (part, _), num_s in step.seconds.items():
+        seconds[part] += num_s
+    exposed, sent = defaultdict[str, float](float), defaultdict[str, int](int)
+    for (name, _), num_s in step.exposed.items():
+        exposed[name] += num_s
     for c in bill.collectives:
         if c.counted:
             sent[_link_name(link_path_of(target, devices, c), c)] += c.bytes_at_least
     order = sorted(sent, key=lambda name: -step.busy[name])
-    links = {name: LinkTime(step.busy[name], step.exposed[name], sent[name]) for name in order}
-    return Time(seconds, links, step.flops, step.num_bytes, len(walk.unknown_loops))
+    links = {name: LinkTime(step.busy[name], exposed[name], sent[name]) for name in order}
+    flops = sum(step.flops.values())
+    loop = layer_of(step)
+    return Time(seconds, links, flops, step.num_bytes, len(walk.unknown_loops), _lines(step), loop, step)
+
+
+def _lines(step: Timeline) -> dict[str | None, LineTime]:
+    """Returns line -> its part of the step, the longest first."""
+    seconds = defaultdict[str | None, dict[str, float]](dict)
+    for (part, source), num_s in step.seconds.items():
+        if num_s and part != BUBBLE:
+            seconds[source][part] = num_s
+    exposed = defaultdict[str | None, float](float)
+    for (_, source), num_s in step.exposed.items():
+        exposed[source] += num_s
+    lines = {s: LineTime(seconds[s], exposed[s], step.flops.get(s, 0.0)) for s in (*seconds, *exposed)}
+    return dict(sorted(lines.items(), key=lambda item: -item[1].total_s))
 
 
 def _link_name(path: LinkPath, c: Collective) -> str:
     return f"{path.link} {shown_axes(c.axes) or 'all'}"
 
 
-@dataclass(eq=False)
-class _Transfer:
-    """A collective, or a copy, that runs beside the instructions.
-
-    Attributes:
-        name: of the link in `Time.links`, or of the part in `Time.seconds`.
-        channels: what it occupies; transfers on one channel run one after the other.
-        ahead: the transfer that it waits for.
-    """
-
-    name: str
-    channels: tuple[str, ...]
-    finish_s: float
-    ahead: _Transfer | None
-
-
-def _zeros() -> dict[str, float]:
-    return defaultdict(float)
-
-
-@dataclass(eq=False)
-class _Timeline:
-    """One execution of a computation, from its start.
-
-    Attributes:
-        seconds: part -> seconds of instructions.
-        busy, exposed: name of a transfer -> its seconds, and the seconds in which the device waits for it.
-        occupied: channel -> seconds.
-        last: channel -> the transfer that was started last.
-        pending: instruction -> the transfer that a reader of its result waits for.
-        ready_s: instruction -> time at which its result is complete.
-    """
-
-    now_s: float = 0.0
-    flops: float = 0.0
-    num_bytes: float = 0.0
-    seconds: dict[str, float] = field(default_factory=_zeros)
-    busy: dict[str, float] = field(default_factory=_zeros)
-    exposed: dict[str, float] = field(default_factory=_zeros)
-    occupied: dict[str, float] = field(default_factory=_zeros)
-    last: dict[str, _Transfer] = field(default_factory=dict)
-    pending: dict[str, _Transfer] = field(default_factory=dict)
-    ready_s: dict[str, float] = field(default_factory=dict)
-
-    def run(self, part: str, seconds: float) -> None:
-        """Adds the time of an instruction."""
-        self.seconds[part] += seconds
-        self.now_s += seconds
-
-    def operands_ready_s(self, i: Instruction) -> float:
-        """Returns the time at which all operands of an instruction are complete."""
-        return max((self.ready_s.get(name, 0.0) for name in i.operands), default=0.0)
-
-    def start(self, name: str, channels: tuple[str, ...], seconds: float, begin_s: float) -> _Transfer:
-        """Starts a transfer at `begin_s`, or when the earlier ones on its channels are complete."""
-        queue = [self.last[channel] for channel in channels if channel in self.last]
-        ahead = max(queue, key=lambda transfer: transfer.finish_s, default=None)
-        begin_s = begin_s if ahead is None else max(begin_s, ahead.finish_s)
-        transfer = _Transfer(name, channels, begin_s + seconds, ahead)
-        self.busy[name] += seconds
-        for channel in channels:
-            self.occupied[channel] += seconds
-            self.last[channel] = transfer
-        return transfer
-
-    def wait(self, transfer: _Transfer) -> None:
-        """Waits for the end of a transfer; the time of those ahead of it on its channel is theirs."""
-        queue: list[_Transfer] = []
-        last: _Transfer | None = transfer
-        while last is not None and last.finish_s > self.now_s:
-            queue.append(last)
-            last = last.ahead
-        for running in reversed(queue):
-            self.exposed[running.name] += max(0.0, running.finish_s - self.now_s)
-            self.now_s = max(self.now_s, running.finish_s)
-
-    def add(self, inner: _Timeline, times: int = 1) -> None:
-        """Adds the executions of a called computation. Its transfers delay the running ones on the same channels."""
-        for transfer in {*self.last.values(), *self.pending.values()}:
-            if transfer.finish_s > self.now_s:
-                transfer.finish_s += times * max(inner.occupied[channel] for channel in transfer.channels)
-        self.now_s += times * inner.now_s
-        self.flops += times * inner.flops
-        self.num_bytes += times * inner.num_bytes
-        for total, part in (
-            (self.seconds, inner.seconds),
-            (self.busy, inner.busy),
-            (self.exposed, inner.exposed),
-            (self.occupied, inner.occupied),
-        ):
-            for name, seconds in part.items():
-                total[name] += times * seconds
-
-
 class _Walk:
     """Walks through the computations of a program in the order of the schedule."""
 
     def __init__(
-        self, target: Target, module: Module, bill: Bill, devices: Sequence[Any], scans: Mapping[str, int] | None
+        self,
+        target: Target,
+        module: Module,
+        bill: Bill,
+        devices: Sequence[Any],
+        scans: Mapping[str, int] | None,
+        idle: float,
     ):
-        self._target, self._module, self._scans = target, module, scans
+        self._target, self._module, self._scans, self._idle = target, module, scans, idle
         self._costs = Costs(module)
         self._collectives = {c.names[0]: (c, link_path_of(target, devices, c)) for c in bill.collectives}
+        self._lines: dict[str, str | None] = {}
         self.unknown_loops: set[str] = set()
         self.has_host_transfers = False
 
-    def timeline(self, computation: Computation, site: loops.Site | None) -> _Timeline:
+    def timeline(self, computation: Computation, site: loops.Site | None) -> Timeline:
         """Returns one execution of a computation."""
-        line = _Timeline()
+        line = Timeline()
         for i in computation.instructions:
             awaited = [line.pending[name] for name in i.operands if name in line.pending]
             if i.opcode in _FREE:
@@ -265,12 +231,12 @@ class _Walk:
             line.ready_s[i.name] = line.now_s
         for transfer in line.pending.values():
             line.wait(transfer)
-        for part in ("memory", "host"):  # waits for copies
-            line.seconds[part] += line.exposed.pop(part, 0.0)
+        for name, source in [key for key in line.exposed if key[0] in ("memory", "host")]:  # waits for copies
+            line.seconds[name, source] += line.exposed.pop((name, source))
         return line
 
-    def _execute(self, i: Instruction, line: _Timeline, inside: loops.Site) -> None:
-        called: Callable[[str], list[_Timeline]] = lambda role: [
+    def _execute(self, i: Instruction, line: Timeline, inside: loops.Site) -> None:
+        called: Callable[[str], list[Timeline]] = lambda role: [
             self.timeline(self._module.computations[name], inside) for name in i.called.get(role, ())
         ]
         if i.opcode == "while":
@@ -279,12 +245,13 @@ class _Walk:
                 self.unknown_loops.add(i.name)
             for role, extra in (("body", 0), ("condition", 1)):
                 for inner in called(role):
-                    line.add(inner, 1 if trips is None else trips + extra)
+                    times = 1 if trips is None else trips + extra
+                    line.add(f"{times} x {i.name}", inner, times, i if role == "body" else None)
         elif i.opcode == "conditional":
-            line.add(max(called("branch_computations"), key=lambda branch: branch.now_s))
+            line.add(i.name, max(called("branch_computations"), key=lambda branch: branch.now_s))
         elif i.opcode == "call":
             for inner in called("to_apply"):
-                line.add(inner)
+                line.add(i.name, inner)
         elif sent := list(self._sent_by(i)):
             self._communicate(i, sent, line)
         elif i.opcode.endswith("-start"):
@@ -306,7 +273,7 @@ class _Walk:
                 for inner in self._module.computations[name].instructions:
                     yield from self._sent_by(inner)
 
-    def _communicate(self, i: Instruction, sent: Sequence[Instruction], line: _Timeline) -> None:
+    def _communicate(self, i: Instruction, sent: Sequence[Instruction], line: Timeline) -> None:
         """Starts the collectives of an instruction; waits for them unless a later instruction does."""
         blocking = []
         for inner in sent:
@@ -314,7 +281,7 @@ class _Walk:
             early = self._starts_early(c)
             begin_s = line.operands_ready_s(i) if early else line.now_s
             seconds = path.seconds(c.bytes_once, c.op, c.group_size)
-            transfer = line.start(_link_name(path, c), path.channels, seconds, begin_s)
+            transfer = line.start(_link_name(path, c), path.channels, seconds, begin_s, inner.name, c.source)
             if inner.opcode == "send":
                 line.pending[f"received {i.name}"] = transfer
             elif i.opcode.endswith("-start") or early:
@@ -333,21 +300,23 @@ class _Walk:
         scheduler starts those of data parallelism when their operands are ready; fake devices have no async ones."""
         return self._target.chip.kind == "gpu" and self._target.compiler == "cpu" and c.cause in OF_DATA_PARALLELISM
 
-    def _start(self, i: Instruction, called: Sequence[_Timeline], line: _Timeline) -> None:
+    def _start(self, i: Instruction, called: Sequence[Timeline], line: Timeline) -> None:
         """Starts a copy, or a computation, that runs beside the instructions."""
         chip, num_bytes = self._target.chip, self._costs.bytes(i)
         arrays = [*i.shapes, *(shape for operand in self._module.operands(i) for shape in operand.shapes)]
         if any(shape.space == _HOST_SPACE for shape in arrays):
             self.has_host_transfers = True
             seconds = min(shape.bytes for shape in i.shapes[:2]) / chip.host_link.bytes_per_s
-            line.pending[i.name] = line.start("host", ("host",), seconds, line.now_s)
+            line.pending[i.name] = line.start("host", ("host",), seconds, line.now_s, i.name, self._line_of(i))
             return
         seconds = sum(inner.now_s for inner in called) if called else chip.memory_s(num_bytes)
-        line.flops += sum(inner.flops for inner in called)
+        for inner in called:
+            for source, flops in inner.flops.items():
+                line.flops[source] += flops
         line.num_bytes += sum(inner.num_bytes for inner in called) if called else num_bytes
-        line.pending[i.name] = line.start("memory", ("memory",), seconds, line.now_s)
+        line.pending[i.name] = line.start("memory", ("memory",), seconds, line.now_s, i.name, self._line_of(i))
 
-    def _compute(self, i: Instruction, line: _Timeline) -> None:
+    def _compute(self, i: Instruction, line: Timeline) -> None:
         chip, cycles = self._target.chip, estimated_cycles(i) if self._target.chip.clock_hz else None
         flops, num_bytes = self._costs.flops(i), self._costs.bytes(i)
         if not (flops or cycles or (num_bytes and self._is_work(i))):
@@ -355,14 +324,27 @@ class _Walk:
         by_dtype = {_DTYPES.get(dtype, dtype): passes * num for (dtype, passes), num in flops.items()}
         arithmetic_s = chip.kernel_s(by_dtype) if i.opcode == "custom-call" else chip.products_s(by_dtype)
         memory_s = chip.memory_s(num_bytes)
+        seconds = {"launch": chip.launch_s} if cycles is None else {}
         part = "arithmetic" if arithmetic_s > memory_s else "memory"
-        if cycles is None:
-            line.run(part, max(arithmetic_s, memory_s))
-            line.run("launch", chip.launch_s)
-        else:
-            line.run(part, CYCLES * cycles / chip.clock_hz)
-        line.flops += sum(flops.values())
+        seconds[part] = max(arithmetic_s, memory_s) if cycles is None else CYCLES * cycles / chip.clock_hz
+        idle, source = self._idle if self._is_in_ticks(i) else 0.0, self._line_of(i)
+        parts = {name: (1 - idle) * num_s for name, num_s in seconds.items()}
+        line.run(i.name, source, parts | ({BUBBLE: idle * sum(seconds.values())} if idle else {}))
+        line.flops[source] += sum(flops.values())
         line.num_bytes += num_bytes
+
+    def _line_of(self, i: Instruction) -> str | None:
+        """Returns the line of an instruction; of a fusion, that of its largest product."""
+        if i.name not in self._lines:
+            inside = self._module.fused(i).instructions if i.opcode == "fusion" else ()
+            largest = max(inside, key=lambda j: sum(self._costs.flops(j).values()), default=i)
+            has_product = bool(self._costs.flops(largest)) and bool(self._module.frames(largest))
+            self._lines[i.name] = source_of(self._module, largest if has_product else i)
+        return self._lines[i.name]
+
+    def _is_in_ticks(self, i: Instruction) -> bool:
+        """Returns whether an instruction is in a loop over the ticks of a pipeline."""
+        return bool(self._idle) and _TICKS.search(op_name_of(self._module, i)) is not None
 
     def _is_work(self, i: Instruction) -> bool:
         """Returns whether an instruction without FLOPs moves data itself: markers do not, nor do fusions that only

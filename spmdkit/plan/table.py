@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,11 +10,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from spmdkit.foundation.formatting import all_visible, format_bytes, format_count, format_seconds, new_table
+from spmdkit.foundation.formatting import (
+    all_visible,
+    format_bytes,
+    format_count,
+    format_seconds,
+    new_table,
+    shown_source,
+)
 from spmdkit.mesh.mesh import describe_mesh
 
 WIDTH = 100
 MAX_ROWS = 12
+MAX_LINES = 10
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -33,6 +40,7 @@ def show(document: Mapping[str, Any], to: Console | None = None) -> None:
     _show_memory(document, out)
     _show_wire(document, out)
     _show_time(document, out)
+    _show_lines(document, out)
     _show_findings(document, out)
     if document.get("candidates"):
         show_candidates(document["candidates"], out)
@@ -68,7 +76,7 @@ def _show_memory(document: Mapping[str, Any], out: Console) -> None:
     if largest:
         out.print("[dim]largest at the peak:[/]")
     for buffer in largest:
-        out.print(f"[dim]  {format_bytes(buffer['bytes']):>10}  {buffer['shape']}  {_source(buffer['source'])}[/]")
+        out.print(f"[dim]  {format_bytes(buffer['bytes']):>10}  {buffer['shape']}  {shown_source(buffer['source'])}[/]")
 
 
 def _show_wire(document: Mapping[str, Any], out: Console) -> None:
@@ -86,6 +94,8 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
         )
     table = new_table("collective", "over", "link", "bytes", "ops", "loop", "why", "where", right=(3, 4))
     table.columns[-1].overflow = "fold"  # a line number is never truncated
+    if any(len(shown_source(row["source"])) > 28 for row in rows[:MAX_ROWS]):
+        table.columns[-2].max_width = 10
     for row in rows[:MAX_ROWS]:
         loop = "" if not row["in_loop"] else "in loop" if row["trip_count"] is None else f"x {row['trip_count']}"
         if row.get("every", 1) > 1:
@@ -93,7 +103,7 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
         elif "until" in row:
             loop = f"{loop} to step {row['until']}".strip()
         sent, axes = _bytes_of(row["bytes"], row["bytes_at_least"]), " x ".join(row["axes"])
-        where = row["cause"], _source(row["source"])
+        where = row["cause"], shown_source(row["source"])
         table.add_row(f"{row['op']} {row['dtype']}", axes, row["link"], sent, str(row["count"]), loop, *where)
     out.print(table)
     if len(rows) > MAX_ROWS:
@@ -134,6 +144,30 @@ def _show_time(document: Mapping[str, Any], out: Console) -> None:
         out.print(f"[dim]{time['loops_of_unknown_length']} loops of unknown length were taken to run once[/]")
 
 
+def _show_lines(document: Mapping[str, Any], out: Console) -> None:
+    """Prints the lines of the program that take most of the step."""
+    rows = document.get("lines", [])
+    if not rows:
+        return
+    step_s, peak = document["predicted_step_s"], document["time"]["peak_flops_per_s"]
+    out.print("[bold]Time by line[/]  instructions, and the wait for the line's collectives")
+    table = new_table("line", "time", "wait", "share", "MFU", "", right=(1, 2, 3, 4))
+    table.columns[0].overflow = "fold"
+    longest = max(len(shown_source(row["source"])) for row in rows[:MAX_LINES])
+    room = max(0, out.width - longest - 44)
+    for row in rows[:MAX_LINES]:
+        share = (row["seconds"] + row["exposed_s"]) / step_s
+        wait = format_seconds(row["exposed_s"]) if row["exposed_s"] else ""
+        mfu = f"{row['flops'] / (row['seconds'] * peak):.0%}" if row["flops"] and row["seconds"] else ""
+        times = format_seconds(row["seconds"]) if row["seconds"] else ""
+        text = f"[dim]{escape(row['text'][:room])}[/]"
+        table.add_row(shown_source(row["source"]) or "no line", times, wait, f"{share:.0%}", mfu, text)
+    out.print(table)
+    if len(rows) > MAX_LINES:
+        rest = sum(row["seconds"] + row["exposed_s"] for row in rows[MAX_LINES:])
+        out.print(f"[dim]and {len(rows) - MAX_LINES} more, {format_seconds(rest)}; --json and --html have all[/]")
+
+
 def _show_findings(document: Mapping[str, Any], out: Console) -> None:
     out.print()
     if not document["findings"]:
@@ -141,7 +175,7 @@ def _show_findings(document: Mapping[str, Any], out: Console) -> None:
         return
     out.print("[bold]Findings[/]")
     for finding in document["findings"]:
-        where = f" [dim]{_source(finding['source'])}[/]" if finding["source"] else ""
+        where = f" [dim]{shown_source(finding['source'])}[/]" if finding["source"] else ""
         out.print(f"  [{_COLOURS[finding['severity']]}]{finding['severity']}[/] {escape(finding['code'])}{where}")
         out.print(f"    {escape(finding['message'])}")
         out.print(f"    [dim]{escape(finding['fix'])}[/]")
@@ -172,11 +206,3 @@ def _shares(parts: Mapping[str, float], whole: float, form: Callable[[float], st
         bar = f"[blue]{'█' * max(1, round(share * 30))}[/]" if share > 0 else ""
         table.add_row(name, form(part), f"{share:.0%}", bar)
     return table
-
-
-def _source(source: str | None) -> str:
-    path, colon, line = (source or "").rpartition(":")
-    if not colon:
-        return source or ""
-    relative = os.path.relpath(path) if os.path.isabs(path) else path
-    return f"{relative if not relative.startswith('../..') else os.path.basename(path)}:{line}"

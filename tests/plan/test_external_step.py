@@ -240,8 +240,8 @@ def test_command_plans_a_function_of_a_file(alone, capsys, tmp_path):
     [
         (["make_mnst"], "Did you mean 'make_mnist'?"),
         (["BATCH"], "It must be a function make(devices)"),
-        (["make_mnist", "seed=1"], "takes only --target, --json and --html"),
-        (["make_mnist", "--search"], "takes only --target, --json and --html"),
+        (["make_mnist", "seed=1"], "takes only --target, --json, --html and --timeline"),
+        (["make_mnist", "--search"], "takes only --target, --json, --html and --timeline"),
         (["transformer_loss"], "does not take 1 positional arguments: missing a required argument: 'tokens'"),
     ],
 )

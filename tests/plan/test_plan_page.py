@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from html import escape
 
 import pytest
 
@@ -18,7 +19,6 @@ FLAGS = [
     "--disable-gpu",
     "--no-first-run",
     "--hide-scrollbars",
-    "--window-size=1000,1400",
     "--virtual-time-budget=2000",
 ]
 
@@ -30,10 +30,14 @@ def plan():
 
 def test_the_page_holds_every_part_and_loads_nothing(plan):
     text = plan_page(plan)
-    sections = ("Memory per device", "Predicted step time", "Communication", "Mesh", "Layout of", "Findings")
+    sections = ("Memory per device", "Predicted step time", "Time by line", "Timeline of one layer", "Communication")
+    sections += ("Mesh", "Layout of", "Findings")
     assert all(part in text for part in (*sections, "params/layers", "fits"))
     for row in plan["collectives"]:
         assert row["cause"] in text
+    for row in plan["lines"]:
+        assert escape(row["text"]) in text
+    assert text.count("<rect class=") == len(plan["timeline"]["spans"]) > 5
     assert "default-src 'none'" in text
     assert "<script" not in text and "http" not in text.replace("http-equiv", "")
 
@@ -58,20 +62,32 @@ def test_a_step_without_a_program_has_a_page(plan):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium (make test tries)")
-def test_a_browser_shows_the_page(plan, tmp_path):
+@pytest.mark.parametrize("pixels", [1400, 420])
+def test_a_browser_shows_the_page(plan, tmp_path, pixels):
     page = write_page(plan, tmp_path / "plan.html")
     # A probe is put into a copy: the page itself runs nothing.
     count = "document.querySelectorAll('{}').length"
     counts = f"{count.format('svg.mesh rect')}, {count.format('.stack.memory i')}"
-    title = f"[document.documentElement.scrollWidth, innerWidth, {counts}].join(' ')"
-    probe = f"<script>document.title = {title}</script></body>"
+    inside = "[...document.querySelectorAll('main *')].filter(x => !x.closest('.scroll, svg'))"
+    right = f"Math.max(...{inside}.map(x => x.getBoundingClientRect().right))"
+    bars = "Math.round(Math.min(...[...document.querySelectorAll('.stack + .line b')].map(x => x.clientWidth)))"
+    sizes = f"document.documentElement.scrollWidth, Math.round({right}), {bars}, innerWidth"
+    title = f"[{sizes}, {counts}].join(' ')"
+    probe = f"<script>parent.postMessage({title}, '*')</script></body>"
     text = page.read_text().replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
     probed = tmp_path / "probed.html"
     probed.write_text(text.replace("</body>", probe))
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{probed}"]
+    frame = tmp_path / "frame.html"  # a window has at least 500 pixels
+    style = f'style="width: {pixels}px; height: 1400px; border: 0"'
+    script = "<script>onmessage = event => document.title = event.data</script>"
+    frame.write_text(f'<title></title>{script}<iframe src="probed.html" {style}></iframe>')
+    options = [*FLAGS, f"--window-size={pixels + 200},1500", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [CHROMIUM, *options, "--dump-dom", f"file://{frame}"]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    width, window, rects, parts = map(int, dom.split("<title>")[1].split("</title>")[0].split())
-    assert width <= window
+    width, right, bar, window, rects, parts = map(int, dom.split("<title>")[1].split("</title>")[0].split())
+    assert window == pixels
+    assert max(width, right) <= pixels
+    assert bar > pixels / 20, "the largest part of the memory and of the step has a bar"
     assert rects == 8 * len(plan["wire"]["by_axes"])
     assert parts == len(plan["memory"]["parts"])
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.files import write_text
-from spmdkit.foundation.formatting import format_bytes, format_count, format_seconds
+from spmdkit.foundation.formatting import format_bytes, format_count, format_seconds, shown_source
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.report.drawing import draw_groups
 from spmdkit.metrics.report.page import KEEP, NUMBER, WIDE, cards, code, heading, page, paragraph, section, table
@@ -33,7 +33,15 @@ _STYLE = """<style>
 section > h3, section > div > h3 { margin-top: 16px; } .note { margin: 6px 0; } td.number { white-space: nowrap; }
 .meshes { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 20px; }
 svg.mesh { width: 100%; height: auto; max-height: 360px; } svg.mesh text { fill: #fff; font-size: 11px; text-anchor: middle; }
+.timeline { display: grid; grid-template-columns: minmax(70px, max-content) 1fr; gap: 4px 10px; align-items: center; font-size: 13px; }
+.timeline svg { width: 100%; height: 22px; display: block; background: var(--grid); border-radius: 3px; }
+.timeline .ticks { display: flex; justify-content: space-between; color: var(--soft); font-size: 12px; } .timeline .ticks i { font-style: normal; }
+rect.run { fill: var(--train); } rect.loop { fill: var(--soft); } rect.wait { fill: var(--bad); } rect.transfer { fill: var(--good); }
+rect.run, rect.transfer { stroke: var(--card); stroke-width: .5; vector-effect: non-scaling-stroke; }
+.spans .key::before { height: 11px; width: 11px; } .key.loop::before { background: var(--soft); } .key.wait::before { background: var(--bad); }
+.key.transfer::before { background: var(--good); }
 svg.mesh text.plane { fill: var(--soft); text-anchor: start; }
+@media (max-width: 700px) { .scroll table { min-width: 660px; } .line { grid-template-columns: 120px 1fr 74px; gap: 8px; } }
 </style>"""
 
 
@@ -67,6 +75,12 @@ def plan_body(name: str, document: Mapping[str, Any]) -> str:
         _findings(document),
         section("Memory per device", _memory(document)),
         section("Predicted step time", _time(document)),
+        *([section("Time by line", _lines(document))] if document["time"] and document.get("lines") else []),
+        *(
+            [section("Timeline of one layer", _timeline(document))]
+            if document["time"] and document.get("timeline")
+            else []
+        ),
         section("Communication", _wire(document)),
         section("Mesh", _meshes(document)),
         section(f"Layout of {len(document['layout'])} leaves", _layout(document)),
@@ -113,7 +127,7 @@ def _findings(document: Mapping[str, Any]) -> str:
         for text in document["budget"]["exceeded"]
     ]
     findings = [
-        f'<div class="finding {escape(f["severity"])}"><p><b>{escape(f["code"])}</b> {code(f["source"])}</p>'
+        f'<div class="finding {escape(f["severity"])}"><p><b>{escape(f["code"])}</b> {code(shown_source(f["source"]))}</p>'
         f"<p>{escape(f['message'])}</p>{paragraph(f['fix'])}</div>"
         for f in document["findings"]
     ]
@@ -138,7 +152,9 @@ def _memory(document: Mapping[str, Any]) -> str:
     bar = _stack(memory["parts"], max(limit, peak), max(peak, 1), format_bytes, " memory")
     host = (_line(f"{name}, on the host", 0, format_bytes(num), "") for name, num in memory["host_parts"].items())
     columns = {"bytes": NUMBER, "array": WIDE, "source": WIDE, "operation": WIDE}
-    rows = [(format_bytes(b["bytes"]), b["shape"], code(b["source"]), b["op_name"]) for b in memory["live"]]
+    rows = [
+        (format_bytes(b["bytes"]), b["shape"], code(shown_source(b["source"])), b["op_name"]) for b in memory["live"]
+    ]
     live = f"<h3>Largest buffers at the peak</h3>{table(columns, rows)}" if rows else ""
     return f"{bar}{''.join(host)}{paragraph(f'The limit is {format_bytes(limit)}.')}{live}"
 
@@ -150,6 +166,54 @@ def _time(document: Mapping[str, Any]) -> str:
     rates = f"measured on {time['calibrated']}" if time["calibrated"] else "of the chip table"
     text = f"Rates {rates}. For links, the time that is not overlapped."
     return _stack(time["parts"], step_s, step_s, format_seconds) + paragraph(text, "note after")
+
+
+def _lines(document: Mapping[str, Any]) -> str:
+    step_s, peak = document["predicted_step_s"], document["time"]["peak_flops_per_s"]
+    columns = {"line": WIDE, "time": NUMBER, "wait": NUMBER, "share": NUMBER, "MFU": NUMBER, "text": WIDE}
+    known: Callable[[float], str] = lambda seconds: format_seconds(seconds) if seconds else ""
+    rows = [
+        (
+            *(code(shown_source(row["source"]) or "no line"), known(row["seconds"]), known(row["exposed_s"])),
+            f"{(row['seconds'] + row['exposed_s']) / step_s:.1%}",
+            f"{row['flops'] / (row['seconds'] * peak):.0%}" if row["flops"] and row["seconds"] else "",
+            code(row["text"]),
+        )
+        for row in document["lines"]
+    ]
+    text = (
+        "Time: instructions. Wait: the device waits for the line's collectives. Both, and the bubble of a pipeline, sum "
+        "to the step."
+    )
+    return paragraph(text) + table(columns, rows)
+
+
+def _timeline(document: Mapping[str, Any]) -> str:
+    """Returns one iteration of the longest loop: a row for the instructions, and one for each link."""
+    timeline = document["timeline"]
+    whole_s, rows = max(timeline["seconds"], 1e-12), []
+    for row in timeline["rows"]:
+        rects = "".join(_rect(span, whole_s) for span in timeline["spans"] if span["row"] == row)
+        rows.append(
+            f'<span>{escape(row)}</span><svg viewBox="0 0 1000 20" preserveAspectRatio="none" role="img"'
+            f' aria-label="{escape(row)}">{rects}</svg>'
+        )
+    ticks = "".join(f"<i>{format_seconds(whole_s * n / 4)}</i>" for n in range(5))
+    keys = {"run": "instruction", "loop": "inner loop", "wait": "exposed: waits for a transfer", "transfer": "transfer"}
+    legend = "".join(f'<span class="key {kind}">{name}</span>' for kind, name in keys.items())
+    more = paragraph(f"{timeline['omitted']} short ones are not drawn.", "after") if timeline["omitted"] else ""
+    what = paragraph(f"{timeline['title']}: {format_seconds(timeline['seconds'])}.")
+    drawn = f'<div class="timeline">{"".join(rows)}<span></span><div class="ticks">{ticks}</div></div>'
+    return f'{what}<div class="legend spans">{legend}</div>{drawn}{more}'
+
+
+def _rect(span: Mapping[str, Any], whole_s: float) -> str:
+    start, end = (1000 * span[name] / whole_s for name in ("start_s", "end_s"))
+    title = f"{span['name']} {format_seconds(span['end_s'] - span['start_s'])} {span['source'] or ''}"
+    return (
+        f'<rect class="{escape(span["kind"])}" x="{start:.2f}" width="{max(end - start, 0.3):.2f}" height="20">'
+        f"<title>{escape(title)}</title></rect>"
+    )
 
 
 def _line(name: str, share: float, value: str, color: str) -> str:
@@ -175,7 +239,7 @@ def _wire(document: Mapping[str, Any]) -> str:
     )
     needs = ", ".join(f"{a} {format_bytes(n)}" for a, n in document["wire"]["least"].items())
     needed = paragraph(f"Data parallelism by its formulas: {needs}.") if needs else ""
-    columns = {"collective": KEEP, "over": WIDE, "link": WIDE, "bytes": NUMBER, "ops": NUMBER, "runs": NUMBER}
+    columns = {"collective": KEEP, "over": KEEP, "link": KEEP, "bytes": NUMBER, "ops": NUMBER, "runs": NUMBER}
     bill = table(columns | {"why": WIDE, "source": WIDE}, map(_bill_row, rows))
     return f'<div class="bill">{lines}</div>{needed}<h3>Collectives, per device and step</h3>{bill}'
 
@@ -187,7 +251,7 @@ def _bill_row(row: Mapping[str, Any]) -> tuple[Any, ...]:
     num = format_bytes(row["bytes_at_least"]) + (" at least" if row["bytes"] is None else "")
     why = row["cause"] + ("" if row["counted"] else " (branch not counted)")
     what = (f"{row['op']} {row['dtype']}", " x ".join(row["axes"]), row["link"], num, row["count"])
-    return *what, runs + (" in loop" if row["in_loop"] else ""), why, code(row["source"])
+    return *what, runs + (" in loop" if row["in_loop"] else ""), why, code(shown_source(row["source"]))
 
 
 def _meshes(document: Mapping[str, Any]) -> str:

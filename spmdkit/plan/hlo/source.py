@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import linecache
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,14 @@ def line_of(frames: tuple[Frame, ...]) -> str | None:
     if frame is None or not _is_ours(frame):
         return None if frame is None else f"{frame.file}:{frame.line}"
     return f"spmdkit/{frame.file.removeprefix(_PACKAGE).replace(os.sep, '/')}:{frame.line}"
+
+
+def text_of(source: str | None) -> str:
+    """Returns the text of `file.py:12`; empty if the file cannot be read."""
+    path, _, number = (source or "").rpartition(":")
+    if path.startswith("spmdkit/"):
+        path = _PACKAGE + path.removeprefix("spmdkit/")
+    return linecache.getline(path, int(number)).strip() if number.isdigit() else ""
 
 
 def _is_ours(frame: Frame) -> bool:
