@@ -314,6 +314,8 @@ def main():
     for name, cell in wanted.items():
         if is_current(read_results().get(name), cell) and not arguments.again:
             continue
+        if not Path(arguments.python).exists():
+            parser.error(f"--python {arguments.python} does not exist. `make bench-maxtext` creates the environment.")
         row = measure(name, cell, arguments.python, arguments.again)
         results = read_results() | {name: row}
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
