@@ -187,6 +187,10 @@ def plan(
             )
         ),
     ] = None,
+    save_compiled: Annotated[
+        Path | None,
+        typer.Option(help="Write the compiled step; train with compile_cache.saved=DIR starts from it.", metavar="DIR"),
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -242,6 +246,7 @@ def plan(
         compile=compile,
         write=write,
         diff=diff,
+        save_compiled=save_compiled,
         sweep=sweep,
         plot=plot,
         tokens=tokens,

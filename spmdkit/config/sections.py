@@ -334,6 +334,8 @@ class CompileCache(Section):
     """Compile time in seconds above which a program is cached."""
     max_bytes: fields.NumBytes = 4 * 2**30
     """Size in bytes above which the least recently used programs are removed."""
+    saved: fields.FileName | None = None
+    """Folder of `plan --save-compiled`: a run starts from its step if program, versions and devices are the same."""
 
 
 class Profile(Section):

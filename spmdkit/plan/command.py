@@ -63,6 +63,7 @@ class PlanOptions:
         compile: number of candidates that the search compiles.
         write: file to write the best config to.
         diff: another config or plan to compare with.
+        save_compiled: folder to write the compiled step to.
         sweep: `KEY=VALUES`, see sweep.py.
         plot: file to draw the charts of a sweep to.
         tokens: length of a training run, of which time and price are computed.
@@ -79,6 +80,7 @@ class PlanOptions:
     compile: int = 8
     write: Path | None = None
     diff: Path | None = None
+    save_compiled: Path | None = None
     sweep: str | None = None
     plot: Path | None = None
     tokens: float | None = None
@@ -125,8 +127,17 @@ def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
             rates = calibrate(machine)
             if not options.as_json:
                 print(f"{describe(rates)}\nwritten to {rates_file()}\n")
-        document = _run_search(config, machine, options) if options.search else plan_on(config, machine)
+        document = _run_search(config, machine, options) if options.search else _plan(config, machine, options)
         _finish(document, path, options)
+
+
+def _plan(config: Config, machine: Target, options: PlanOptions) -> Document:
+    if options.save_compiled is not None and machine.chip.kind == "gpu" and not machine.is_here:
+        raise ConfigError(
+            f"--save-compiled has no effect for {machine.name}: on a GPU, XLA selects kernels by measuring them, and "
+            "the plan does not. The target has to be tpu, cpu or here. Leave it out."
+        )
+    return plan_on(config, machine, options.save_compiled)
 
 
 def _run_targets(path: Path, overrides: list[str], options: PlanOptions) -> None:
@@ -229,6 +240,9 @@ def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
             f"{several[0]} makes several plans of a config, and takes no --search, --write, --diff or --calibrate"
             f"{', and one target' if options.sweep else ''}. Leave them out."
         )
+    single = (options.search, options.diff, options.targets[1:], options.sweep, path.suffix == ".json", _is_step(path))
+    if options.save_compiled is not None and any(single):
+        raise ConfigError("--save-compiled writes the step of one plan of a config. Leave the other options out.")
     if options.plot is not None and options.sweep is None:
         raise ConfigError("--plot has no effect without --sweep: it draws its charts. Add --sweep batch_size=32,64.")
     for is_set, name in ((options.write is not None, "--write"), (options.search_over != "mesh", "--search-over")):
@@ -257,7 +271,7 @@ def _print(document: Document, options: PlanOptions) -> None:
         print_json(document)
         return
     show(document)
-    for written in (options.html, options.timeline, options.write):
+    for written in (options.html, options.timeline, options.write, options.save_compiled):
         if written is not None:
             print(visible(str(written)))
 

@@ -32,6 +32,7 @@ from spmdkit.plan.machine.compiler_process import compiler_environment, in_compi
 from spmdkit.plan.machine.gpu_devices import is_installed
 from spmdkit.plan.machine.target import Target, parse_target
 from spmdkit.program.opening import open_program, task_of
+from spmdkit.program.saved_step import save_step
 
 MAX_WORKERS = 4
 Changes = Mapping[str, Any]
@@ -40,13 +41,17 @@ Planner = Callable[[Changes], Document | str]
 
 
 @ignores_user_settings
-def plan_on(config: Config, machine: Target) -> Document:
-    """Returns the plan of a config on an opened target, with measured rates if there are any."""
+def plan_on(config: Config, machine: Target, save: Path | None = None) -> Document:
+    """Returns the plan of a config on an opened target, with measured rates if there are any. `save`: folder to write
+    the compiled step to, if it fits."""
     if not machine.devices:
         return in_compiler_process(_plan_apart, machine, config)
     machine, call_s = with_measured(machine)
     program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes, log)
-    return plan_program(program, machine, call_s)
+    document = plan_program(program, machine, call_s)
+    if save is not None and document["fits"]:
+        save_step(program, save)
+    return document
 
 
 def _plan_apart(machine: Target, config: Config) -> Document:

@@ -125,18 +125,18 @@ def cache_folder(folder: str | Path | None, environ: Mapping[str, str]) -> tuple
     parent = Path(folder or setting or user_cache(environ) / "compile")
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
-        if why := _not_private(parent):
+        if why := not_private(parent):
             return None, f"off: {parent} {why}. Make it private (chmod 700), or name another in compile_cache.directory"
         machine_folder = parent / machine()
         machine_folder.mkdir(exist_ok=True, mode=FOLDER_MODE)
-        if why := _not_private(machine_folder):
+        if why := not_private(machine_folder):
             return None, f"off: {machine_folder} {why}. Remove it"
     except (OSError, RuntimeError, ValueError) as error:
         return None, f"off: {parent} cannot be created ({error}). Name another folder in compile_cache.directory"
     return machine_folder, str(machine_folder)
 
 
-def _not_private(folder: Path) -> str:
+def not_private(folder: Path) -> str:
     """Returns why the contents of a folder cannot be trusted, or an empty text."""
     status = folder.lstat()
     if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):

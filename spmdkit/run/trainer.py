@@ -15,7 +15,7 @@ from spmdkit.errors import Preempted
 from spmdkit.faults.error_mapping import callbacks_that_raise
 from spmdkit.foundation import phase, plugins
 from spmdkit.plan.fit_check import check_start, start_plan_thread
-from spmdkit.program import allocator
+from spmdkit.program import allocator, saved_step
 from spmdkit.program.compile_cache import Programs
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
@@ -78,6 +78,7 @@ class SpmdTrainer:
             run.message(f"note: compile cache {cache.description}")
         run.read_batches()  # concurrently with the compilation
         with run.reporter.progress.compiling(), phase.during("compile"):
+            _load_saved(run)
             check_start(program, cluster, run.directory, limit_bytes)
             for other in program.other_shapes().values():  # before the first step, so that no later step waits
                 _ = other.compiled
@@ -92,6 +93,20 @@ class SpmdTrainer:
         if run.step == run.config.num_steps:
             self._wait_for_plan()
         return state, stopped
+
+
+def _load_saved(run: Run) -> None:
+    """Sets the compiled step of the program to that of `plan --save-compiled`, if every process has the same."""
+    options = run.config.compile_cache
+    if options is None or options.saved is None:
+        return
+    compiled, line = saved_step.load_step(run.program, run.config.folder / options.saved)
+    found = run.cluster.gather("saved step", compiled is not None)
+    if compiled is not None and not all(found):
+        line = f"process {found.index(False)} has no saved step; the step is compiled"
+    run.message(f"note: compile cache: {line}")
+    if all(found) and compiled is not None:
+        run.program.compiled = compiled
 
 
 def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[TrainState, Stop | None]:
