@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spmdkit.cluster import detect_cluster, join
 from spmdkit.config import Config, batch_unit, load_config, replace_keys, to_short_yaml
@@ -233,18 +234,7 @@ def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
             f"{path} is a function, and takes only --target, --json, --html and --timeline: overrides and the other "
             "options change or compare configs. Leave them out."
         )
-    several = [name for name, is_set in (("--sweep", options.sweep), ("--target A,B", options.targets[1:])) if is_set]
-    single = (options.search, options.write, options.diff, options.calibrate, path.suffix == ".json")
-    if several and (any(single) or len(several) > 1 or (options.sweep and _is_step(path))):
-        raise ConfigError(
-            f"{several[0]} makes several plans of a config, and takes no --search, --write, --diff or --calibrate"
-            f"{', and one target' if options.sweep else ''}. Leave them out."
-        )
-    single = (options.search, options.diff, options.targets[1:], options.sweep, path.suffix == ".json", _is_step(path))
-    if options.save_compiled is not None and any(single):
-        raise ConfigError("--save-compiled writes the step of one plan of a config. Leave the other options out.")
-    if options.plot is not None and options.sweep is None:
-        raise ConfigError("--plot has no effect without --sweep: it draws its charts. Add --sweep batch_size=32,64.")
+    _check_several(path, options)
     for is_set, name in ((options.write is not None, "--write"), (options.search_over != "mesh", "--search-over")):
         if is_set and not options.search:
             raise ConfigError(f"{name} has no effect without --search: it is about what a search finds. Add --search.")
@@ -258,6 +248,22 @@ def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
         raise ConfigError(
             f"--compile is {options.compile}. At least one candidate has to be compiled. Try --compile 8."
         )
+
+
+def _check_several(path: Path, options: PlanOptions) -> None:
+    several = [name for name, is_set in (("--sweep", options.sweep), ("--target A,B", options.targets[1:])) if is_set]
+    of_one: tuple[Any, ...] = (options.search, options.diff, options.calibrate, path.suffix == ".json")
+    if several and (
+        any((*of_one, options.write, options.timeline, len(several) > 1)) or (options.sweep and _is_step(path))
+    ):
+        raise ConfigError(
+            f"{several[0]} makes several plans of a config, and takes no --search, --write, --diff, --timeline or "
+            f"--calibrate{', and one target' if options.sweep else ''}. Leave them out."
+        )
+    if options.save_compiled is not None and (several or any(of_one) or _is_step(path)):
+        raise ConfigError("--save-compiled writes the step of one plan of a config. Leave the other options out.")
+    if options.plot is not None and options.sweep is None:
+        raise ConfigError("--plot has no effect without --sweep: it draws its charts. Add --sweep batch_size=32,64.")
 
 
 def _print(document: Document, options: PlanOptions) -> None:
