@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ _FREE = {
     "random_wrap", "random_unwrap", "dynamic_update_slice", "bitcast_convert_type", "optimization_barrier", "axis_index",  # noqa: E501
 }  # fmt: skip
 """Operations that move data and do not compute."""
+_COLLECTIVES = ("psum", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,18 @@ def products_by_line(jaxpr: Any, line: Callable[[Any], str | None]) -> dict[str,
         if eqn.primitive.name in _PRODUCTS and (at := line(eqn)):
             total[at] += flops
     return total
+
+
+def collective_bytes(jaxpr: Any, axes: Collection[str]) -> dict[tuple[str, ...], float]:
+    """Returns mesh axes -> bytes that all devices send in the collectives of `shard_map` over some of `axes` alone, by
+    the formulas of rings of many devices."""
+    total = defaultdict[tuple[str, ...], float](float)
+    for eqn, elements, _ in _operations(jaxprs.open_jaxpr(jaxpr), 1.0):
+        names, name = jaxprs.axis_names(eqn), eqn.primitive.name
+        if names and names <= set(axes) and name.startswith(_COLLECTIVES):
+            factor = 2 if name.startswith("psum") else eqn.params["axis_size"] if name == "reduce_scatter" else 1
+            total[tuple(sorted(names))] += factor * elements * eqn.outvars[0].aval.dtype.itemsize
+    return dict(total)
 
 
 def _operations(jaxpr: Any, times: float) -> Iterator[tuple[Any, float, bool]]:
