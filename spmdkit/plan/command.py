@@ -316,8 +316,17 @@ def _run_search(config: Config, machine: Target, options: PlanOptions) -> Docume
     assert ranking.best.document is not None
     document = ranking.best.document | {"candidates": rows, "num_compiled": ranking.num_compiled}
     if options.write is not None:
-        _write_config(replace_keys(config, ranking.best.changes), config, document, options.write)
+        best = replace_keys(config, ranking.best.changes | _devices_of(config, machine))
+        _write_config(best, config, document, options.write)
     return document
+
+
+def _devices_of(config: Config, machine: Target) -> dict[str, str]:
+    """Returns the change of `devices` with which `train` uses the devices of a target."""
+    if machine.name.startswith("cpu:"):
+        return {"devices": machine.name}
+    is_fake = isinstance(config.devices, str) and config.devices.startswith("cpu:")
+    return {"devices": "auto"} if is_fake and machine.chip.kind != "cpu" else {}
 
 
 def _write_config(best: Config, config: Config, document: Document, path: Path) -> None:

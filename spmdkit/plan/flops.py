@@ -78,8 +78,9 @@ def collective_bytes(jaxpr: Any, axes: Collection[str]) -> dict[tuple[str, ...],
     for eqn, elements, _ in _operations(jaxprs.open_jaxpr(jaxpr), 1.0):
         names, name = jaxprs.axis_names(eqn), eqn.primitive.name
         if names and names <= set(axes) and name.startswith(_COLLECTIVES):
-            factor = 2 if name.startswith("psum") else eqn.params["axis_size"] if name == "reduce_scatter" else 1
-            total[tuple(sorted(names))] += factor * elements * eqn.outvars[0].aval.dtype.itemsize
+            total[tuple(sorted(names))] += (
+                (2 if name.startswith("psum") else 1) * elements * eqn.outvars[0].aval.dtype.itemsize
+            )
     return dict(total)
 
 

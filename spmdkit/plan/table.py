@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -181,21 +183,32 @@ def _show_findings(document: Mapping[str, Any], out: Console) -> None:
         out.print(f"    [dim]{escape(finding['fix'])}[/]")
 
 
-def show_candidates(rows: Sequence[Mapping[str, Any]], to: Console | None = None, most: int = 20) -> None:
-    """Prints the candidates of a search, best first, each with its reason."""
+def show_candidates(rows: Sequence[Mapping[str, Any]], to: Console | None = None, most: int = 10) -> None:
+    """Prints the candidates of a search, each with its reason: refused ones, then the others, best first."""
     out = to or console()
-    colours = {"best": "bold green", "fits": "green", "does not fit": "red", "refused": "dim", "not compiled": "dim"}
+    colours = {"best": "bold green", "fits": "green", "does not fit": "red", "not compiled": "dim"}
+    refused, others = ([row for row in rows if (row["status"] == "refused") == is_first] for is_first in (True, False))
     out.print()
-    out.print(f"[bold]Candidates[/]  {len(rows)}")
+    if refused:
+        out.print(f"[bold]Refused[/]  {len(refused)} of {len(rows)} candidates")
+        table = new_table("", "why")
+        for row in refused[:most]:
+            table.add_row(row["name"], escape(row["reason"]))
+        out.print(table)
+        for reason, num in Counter(re.sub(r"\d+", "N", row["reason"]) for row in refused[most:]).most_common():
+            out.print(f"[dim]and {num} more: {escape(reason)}[/]")
+        out.print()
+    out.print(f"[bold]Candidates[/]  {len(others)}, best first")
     table = new_table("", "step", "memory", "", "why", right=(1, 2))
-    for row in rows[:most]:
-        step = format_seconds(row["predicted_step_s"]) if row["predicted_step_s"] else ""
+    for row in others[:most]:
+        predicted, estimated = row["predicted_step_s"], row["estimated_step_s"]
+        step = format_seconds(predicted) if predicted else f"~ {format_seconds(estimated)}" if estimated else ""
         memory = format_bytes(row["peak_bytes"]) if row["peak_bytes"] else ""
-        status = f"[{colours[row['status']]}]{row['status']}[/]"
+        status = f"[{colours[row['status']]}]{'equal' if row.get('equal') else row['status']}[/]"
         table.add_row(row["name"], step, memory, status, escape(row["reason"]))
     out.print(table)
-    if len(rows) > most:
-        out.print(f"[dim]and {len(rows) - most} more; --json has all[/]")
+    for status, num in Counter(row["status"] for row in others[most:]).most_common():
+        out.print(f"[dim]and {num} more: {status}; --json has all[/]")
 
 
 def _shares(parts: Mapping[str, float], whole: float, form: Callable[[float], str]) -> Table:

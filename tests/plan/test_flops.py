@@ -14,7 +14,7 @@ from spmdkit.mesh.layout import logical_axes
 from spmdkit.mesh.mesh import make_mesh, resolve
 from spmdkit.ops.collectives import all_gather, reduce_scatter
 from spmdkit.ops.remat import policy
-from spmdkit.plan.flops import count
+from spmdkit.plan.flops import collective_bytes, count
 from spmdkit.step import trace_context
 
 
@@ -31,6 +31,20 @@ def test_scans_in_scans_multiply():
         return jax.lax.scan(lambda c, _: (c + layers(x, w), None), 0.0, length=3)[0]
 
     assert arithmetic(twice, (4, 8), (5, 8, 8)).products == 3 * 2 * 4 * 8 * 8 * 5
+
+
+def test_bytes_of_explicit_collectives():
+    mesh = make_mesh(resolve({"context": 4, "data": 2}, 8, 1), jax.devices())
+
+    def ring(x):  # float32[2, 8] per device
+        step = lambda c, _: (jax.lax.ppermute(c, "context", [(i, (i + 1) % 4) for i in range(4)]), None)
+        x = jax.lax.scan(step, x, length=3)[0]
+        x = jax.lax.psum(x, "data") + jax.lax.psum_scatter(jnp.tile(x, (4, 1)), "context", tiled=True)
+        return jax.lax.psum(x, "context")
+
+    mapped = jax.shard_map(ring, mesh=mesh, in_specs=P(("data", "context")), out_specs=P(), check_vma=False)
+    found = collective_bytes(jax.jit(mapped).trace(jax.ShapeDtypeStruct((16, 8), jnp.float32)).jaxpr, ("context",))
+    assert found == {("context",): 8 * 4 * 2 * 8 * (3 + 4 + 2)}
 
 
 def test_a_gradient_counts_what_remat_computes_again():

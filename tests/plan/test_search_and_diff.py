@@ -15,6 +15,7 @@ from spmdkit.plan.command import PlanOptions, choose_target, make_plan, run_plan
 from spmdkit.plan.compare import compare
 from spmdkit.plan.search.candidates import candidates
 from spmdkit.plan.search.search import search
+from spmdkit.plan.table import show_candidates
 from spmdkit.program.opening import task_of
 from tests.support.plan_files import config, write
 
@@ -37,10 +38,32 @@ def test_every_legal_mesh_is_a_candidate_once():
 
 def test_microbatches_remat_and_zero_vary():
     rows = found(["microbatches", "remat", "zero"], batch_size=32)
+    remats = ("none", "dots", "full", "offload_layer_inputs")  # the model marks no values for the other policies
     kinds = {(c.changes.get("microbatches", 1), c.changes.get("remat", "none"), c.changes["layout.zero"]) for c in rows}
-    assert kinds == {(m, r, z) for m in (1, 2, 4) for r in ("none", "dots", "full") for z in (1, 2, 3)}
+    assert kinds == {(m, r, z) for m in (1, 2, 4) for r in remats for z in (1, 2, 3)}
     with pytest.raises(ConfigError, match="--search-over names 'meshes'"):
         found(["meshes"])
+
+
+def test_batch_offload_and_precision_vary():
+    rows = found(["batch", "offload", "precision"], mesh={"data": 8})
+    kinds = {(c.batch_size, *c.changes.get("offload", []), c.changes.get("precision.compute", "float32")) for c in rows}
+    assert kinds == {
+        (64 * n, *o, p) for n in (1, 2, 4, 8) for o in ((), ("optimizer",)) for p in ("float32", "bfloat16")
+    }
+    assert [c.estimate_per_example_s for c in rows] == sorted(c.estimate_per_example_s for c in rows)
+    by_name = {c.name: c.estimate_s for c in rows}
+    assert by_name["data 8"] < by_name["data 8, batch_size 128"] < 2 * by_name["data 8"]
+    assert by_name["data 8"] < by_name["data 8, offload optimizer"]
+
+
+def test_axes_of_some_models_vary_on_request():
+    two = {"devices": "cpu:2", "mesh": {"data": 2}}
+    assert len(found(["mesh"], **two)) == 3
+    rows = {c.name: c for c in found(["mesh", "context", "pipeline"], **two)}
+    assert len(rows) == 5
+    assert "shards nothing over context" in rows["context 2"].reason
+    assert "no parameter is sharded over pipeline" in rows["pipeline 2"].reason
 
 
 def started_here(command, **_):
@@ -55,10 +78,11 @@ def test_the_best_is_compiled_and_written(in_a_process, tmp_path, capsys, monkey
     if not in_a_process:
         monkeypatch.setattr("spmdkit.plan.planner.start", started_here)
     out = tmp_path / "best.yaml"
-    run_plan(write(tmp_path), [], PlanOptions(search=True, compile=1, write=out, as_json=True))
+    run_plan(write(tmp_path), [], PlanOptions("cpu:4", search=True, compile=1, write=out, as_json=True))
     printed = json.loads(capsys.readouterr().out)
     assert [row["status"] for row in printed["candidates"][:2]] == ["best", "not compiled"]
     assert printed["num_compiled"] == 1 and all(row["reason"] for row in printed["candidates"])
+    assert load_config(out).devices == "cpu:4"
     assert load_config(out).mesh.sizes() == {a: n for a, n in printed["mesh"].items() if n > 1}
     assert make_plan(load_config(out))["predicted_step_s"] == pytest.approx(printed["predicted_step_s"])
 
@@ -82,6 +106,30 @@ def test_candidates_are_ranked_by_their_plans(monkeypatch):
     assert rows[0][:2] == ("data 8, microbatches 2", "best")
     assert rows[1] == ("data 8", "fits", "fits; 2.00 times the best step")
     assert [row[1:] for row in rows[2:]] == [("refused", "too much"), ("refused", "the compiler ended with code 1")]
+
+
+def test_estimates_have_the_unit_of_predictions(monkeypatch):
+    memory = {"peak_bytes": 10, "limit_bytes": 100}
+    plan = lambda m: {"fits": True, "memory": memory, "predicted_step_s": 7.0, "budget": {"exceeded": []}}
+    first, second, *rest = searched(monkeypatch, 2, plan).candidates
+    assert (first.status, second.status) == ("best", "fits")
+    assert second.equal == first.name and first.equal is None
+    assert [c.status for c in rest] == ["not compiled"] * 2
+    assert all(5 < c.estimate_s < 10 for c in (first, second, *rest))
+    assert {c.equal for c in rest} == {second.name}  # without fsdp, microbatches cost nothing
+
+
+def test_refused_candidates_are_printed_first(capsys):
+    row = {"predicted_step_s": None, "estimated_step_s": None, "peak_bytes": None}
+    refused = [row | {"name": f"data {n}", "status": "refused", "reason": f"no {n}"} for n in range(13)]
+    best = row | {"name": "fsdp 8", "status": "best", "reason": "shortest", "predicted_step_s": 0.5}
+    later = [row | {"name": f"tensor {n}", "status": "not compiled", "reason": "late"} for n in range(12)]
+    show_candidates([best, *later, *refused])
+    text = capsys.readouterr().out
+    lines = [line.split()[:2] for line in text.splitlines()]
+    assert text.count("data ") == 10 and "and 3 more: no N" in text
+    assert lines.index(["data", "0"]) < lines.index(["fsdp", "8"])
+    assert text.count("tensor ") == 9 and "and 3 more: not compiled" in text
 
 
 def test_a_search_without_a_fit_names_the_smallest(monkeypatch):

@@ -15,7 +15,9 @@ from typing import Any
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.formatting import format_bytes
+from spmdkit.foundation.jaxprs import equations
 from spmdkit.mesh.mesh import AXES, BATCH_AXES, count, describe_mesh, resolve
+from spmdkit.ops.remat import LAYER_INPUT, POLICIES
 from spmdkit.plan.machine.target import Target
 from spmdkit.plan.search.estimate import Estimate, estimate
 from spmdkit.program.program import Program
@@ -155,7 +157,7 @@ def _settings(config: Config, search_over: Sequence[str]) -> Iterator[dict[str, 
     values: dict[str, tuple[str, list[Any]]] = {
         "batch_size": ("batch", [config.largest_batch * n for n in (1, 2, 4, 8)]),
         "microbatches": ("microbatches", [1, 2, 4, 8, 16]),
-        "remat": ("remat", ["none", "dots", "full"]),
+        "remat": ("remat", ["none", "dots", *POLICIES, "full"]),
         "offload": ("offload", [config.offload, *offloaded]),
         "precision.compute": ("precision", ["float32", "bfloat16"]),
     }
@@ -186,12 +188,25 @@ def _of_mesh(
     if batch != config.largest_batch:
         built["batch_size"] = batch
     try:
-        costs = estimate(Program(replace_keys(config, built), task, target.devices), target)
+        program = Program(replace_keys(config, built), task, target.devices)
+        costs = estimate(program, target)
     except (ConfigError, UserCodeError) as error:
         return [Candidate(changes, sizes, config.largest_batch, "refused", str(error).splitlines()[0])]
+    unmarked = _unmarked_policies(program.traced.jaxpr)
     fixed = config.microbatches  # not searched: refused if it does not divide
-    tried = [s for s in settings if s["microbatches"] == fixed or s["batch_size"] % (shards * s["microbatches"]) == 0]
+    tried = [
+        each
+        for each in settings
+        if each["microbatches"] == fixed or each["batch_size"] % (shards * each["microbatches"]) == 0
+        if each["remat"] == config.remat or each["remat"] not in unmarked
+    ]
     return [_candidate(config, target, sizes, changes, each, costs) for each in tried]
+
+
+def _unmarked_policies(jaxpr: Any) -> list[str]:
+    """Returns the remat policies that save values by names that a step does not mark."""
+    marks = {eqn.params["name"] for eqn in equations(jaxpr) if eqn.primitive.name == "name"} | {LAYER_INPUT}
+    return [name for name, names in POLICIES.items() if not marks & {*names.save, *names.offload}]
 
 
 def _candidate(

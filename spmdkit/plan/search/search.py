@@ -1,7 +1,8 @@
 """`search`: the fastest mesh that fits. A model orders all legal candidates; the best are compiled.
 
-Each compilation is a separate process (planner.py). The reported time is the prediction from the compiled program,
-never the model's estimate.
+Each compilation is a separate process (planner.py). The reported time is the prediction from the compiled program. The
+estimates of the others are multiplied by the median of prediction / estimate of the compiled ones. Candidates of
+different batch sizes are compared by seconds per example.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
@@ -19,6 +21,8 @@ from spmdkit.plan.search.candidates import Candidate, candidates
 from spmdkit.program.opening import task_of
 
 Log = Callable[[str], None]
+SAME = 1.01
+"""Ratio of two times that the model does not distinguish."""
 
 
 @dataclass(frozen=True)
@@ -63,29 +67,37 @@ def search(config: Config, target: Target, search_over: Sequence[str], most_comp
     chosen = legal[:most_compiled]
     with planner_on(config, target) as (plan, workers):
         call_all([partial(_compile, candidate, plan, report) for candidate in chosen], workers)
+    _scale_estimates(legal)
     for candidate in legal[most_compiled:]:
-        candidate.reason = (
-            f"the model puts it behind the {most_compiled} that were compiled ({candidate.estimate_s:.3g} s)"
-        )
+        close = [c for c in chosen if candidate.estimate_per_example_s <= SAME * c.estimate_per_example_s]
+        candidate.equal = close[-1].name if close else None
+        what = f"does not distinguish it from {candidate.equal}" if close else f"estimates {candidate.estimate_s:.3g} s"
+        candidate.reason = f"the model {what}; {len(chosen)} before it were compiled"
     return Ranking(_rank(all_candidates), len(chosen))
+
+
+def _scale_estimates(legal: Sequence[Candidate]) -> None:
+    """Multiplies the estimates by one factor, so that they agree with the compiled programs."""
+    ratios = [c.document["predicted_step_s"] / c.estimate_s for c in legal if c.document and c.estimate_s]
+    factor = median(ratios or [1.0])
+    for candidate in legal:
+        candidate.estimate_s = factor * (candidate.estimate_s or 0.0)
 
 
 def _rank(all_candidates: list[Candidate]) -> tuple[Candidate, ...]:
     """Returns the candidates best first: by predicted time if they fit, then by status and estimate."""
-    fitting = sorted((c for c in all_candidates if c.status == "fits"), key=_predicted)
+    fitting = sorted((c for c in all_candidates if c.status == "fits"), key=lambda c: c.predicted_per_example_s)
     if fitting:
-        fitting[0].status = "best"
-        fastest = _predicted(fitting[0])
-        fitting[0].reason = "the shortest predicted step of those that fit"
+        best = fitting[0]
+        unit = "step" if all(c.batch_size == best.batch_size for c in fitting) else "time per example"
+        best.status, best.reason = "best", f"the shortest predicted {unit} of those that fit"
         for candidate in fitting[1:]:
-            candidate.reason = f"fits; {_predicted(candidate) / fastest:.2f} times the best step"
+            ratio = candidate.predicted_per_example_s / best.predicted_per_example_s
+            candidate.equal = best.name if ratio <= SAME else None
+            candidate.reason = f"fits; {ratio:.2f} times the best {unit}"
     order = {"does not fit": 1, "not compiled": 2, "refused": 3}
-    rest = sorted((c for c in all_candidates if c not in fitting), key=lambda c: (order[c.status], c.estimate_s or 1e9))
-    return (*fitting, *rest)
-
-
-def _predicted(candidate: Candidate) -> float:
-    return candidate.document["predicted_step_s"] if candidate.document else float("inf")
+    rest = [c for c in all_candidates if c not in fitting]
+    return (*fitting, *sorted(rest, key=lambda c: (order[c.status], c.estimate_per_example_s)))
 
 
 def _compile(candidate: Candidate, plan: Planner, report: Log) -> None:
@@ -98,7 +110,7 @@ def _compile(candidate: Candidate, plan: Planner, report: Log) -> None:
         candidate.status = "fits" if result["fits"] else "does not fit"
         needed, limit = (format_bytes(memory[name]) for name in ("peak_bytes", "limit_bytes"))
         candidate.reason = f"needs {needed} of {limit} a device"
-        predicted = f", {_predicted(candidate):.3g} s" if result["fits"] else ""
+        predicted = f", {result['predicted_step_s']:.3g} s" if result["fits"] else ""
         if result["fits"] and (exceeded := result["budget"]["exceeded"]):
             candidate.status, candidate.reason = "refused", "; ".join(exceeded)
     report(f"{candidate.name}: {candidate.status}{predicted}")
