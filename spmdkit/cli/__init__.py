@@ -219,10 +219,11 @@ def plan(
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Search for the fastest mesh that fits.")] = False,
     search_over: Annotated[
-        str, typer.Option(
-            help="What the search varies, comma-separated: mesh, context, expert, pipeline, batch, microbatches, remat, "
-            "zero, offload, precision."
-        )
+        str,
+        typer.Option(
+            help="What the search varies, comma-separated: mesh, context, expert, pipeline, batch, microbatches, "
+            "remat, zero, offload, precision."
+        ),
     ] = "mesh",
     compile: Annotated[int, typer.Option(help="Number of candidates to compile.")] = 8,
     write: Annotated[Path | None, typer.Option(help="Write the best config.", metavar="FILE")] = None,
