@@ -75,6 +75,12 @@ class CompiledStep:
         return tuple(sorted(results, key=lambda f: SEVERITIES.index(f.severity)))
 
     @property
+    def is_substitute(self) -> bool:
+        """Whether the step is compiled for CPU devices in place of GPUs. That compiler sends bfloat16 as float32,
+        merges fewer collectives, and attributes products to other lines: a detector omits what it can cause."""
+        return self.target is not None and self.target.chip.kind == "gpu" and self.target.compiler == "cpu"
+
+    @property
     def jaxpr(self) -> Any:
         """The closed jaxpr of the step."""
         return self.program.traced.jaxpr

@@ -4,6 +4,7 @@ import gzip
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,8 @@ from tests.plan import bad_programs
 from tests.plan.bad_programs import good_loss, lines_to_blame, task
 from tests.support.core_runs import program_of
 
-TWO_HOSTS = parse_target("gpu:h100:2x4")
+SUBSTITUTE = parse_target("gpu:h100:2x4")
+TWO_HOSTS = replace(SUBSTITUTE, compiler="gpu")
 IN_PROCESS = (
     "silent_replication_of_a_parameter", "silent_replication_of_an_activation", "collective_in_accumulation_loop",
     "gather_of_unsharded", "float32_on_the_wire", "recompilation_risk", "donation_not_used", "repeated_work",
@@ -50,6 +52,11 @@ def test_a_bad_program_is_found_at_its_line(name):
     assert name != "axis_crosses_slow_links" or "mesh: {replica: 2, fsdp: 4}" in found[0].fix
 
 
+@pytest.mark.parametrize("name", ["silent_replication_of_an_activation", "float32_on_the_wire", "repeated_work"])
+def test_cpu_devices_for_gpus_have_fewer_findings(name):
+    assert name.split("_of_a")[0].replace("_", "-") not in {f.code for f in findings_of(name, SUBSTITUTE)}
+
+
 GOOD = {
     "fsdp": {"mesh": {"fsdp": 8}, "batch_size": 512},
     "zero 2": {"mesh": {"fsdp": 8}, "layout": {"zero": 2}, "batch_size": 512, "microbatches": 2},
@@ -62,7 +69,7 @@ GOOD = {
 def test_a_good_program_has_no_findings(name):
     rules = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
     program = program_of(task(careful_loss, rules=rules), **GOOD[name])
-    assert read_program(program, parse_target("gpu:h100:8")).findings == ()
+    assert read_program(program, replace(parse_target("gpu:h100:8"), compiler="gpu")).findings == ()
 
 
 def test_work_that_replicas_share_is_no_finding():

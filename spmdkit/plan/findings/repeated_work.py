@@ -37,7 +37,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields at most one finding: the line with the most repeated work, and the number of other such lines."""
     program = step.program
     shards, num = program.batch_shards, program.mesh.size
-    if shards < 2:
+    if shards < 2 or step.is_substitute:
         return
     replicas = program.sizes["replica"] * program.sizes["data"]
     times, others = replicas if replicas > 1 else shards, num // shards

@@ -57,7 +57,7 @@ def _parameters(step: CompiledStep) -> Iterator[Finding]:
 
 def _activations(step: CompiledStep) -> Iterator[Finding]:
     program, module = step.program, step.module
-    if program.form == "manual" or program.mesh.size == 1:
+    if program.form == "manual" or program.mesh.size == 1 or step.is_substitute:
         return
     bound = program.config.layout.replicate_above_bytes
     num_state = len(jax.tree.leaves(program.abstract_state))

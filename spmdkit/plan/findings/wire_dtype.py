@@ -20,7 +20,7 @@ _RENAMES = (*SAME, "get-tuple-element", "all-gather-done", "collective-permute-d
 
 def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields a finding for each transfer of float32 of which only the bfloat16 cast is read."""
-    if step.program.config.precision.compute != "bfloat16":
+    if step.program.config.precision.compute != "bfloat16" or step.is_substitute:
         return
     instructions = {i.name: i for i in step.module.instructions()}
     for c in step.bill.collectives:
