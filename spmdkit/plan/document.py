@@ -15,7 +15,7 @@ comparison read only this object. All bytes and FLOPs are per device and step. K
     flops, model_flops                of matrix products: in the compiled program, and a device's share of the model's
                                       work, without repeated work and recomputation (MFU uses the latter)
     flops_by_dtype, elementwise_flops a device's share of the step, from its jaxpr
-    predicted_step_s, time            parts, links, bound, mfu, examples_per_s, tokens_per_s, calibrated
+    predicted_step_s, time            parts, links, bound, mfu, examples_per_s, tokens_per_s, calibrated, error_bar
     lines                             source, text, seconds, exposed_s, parts, flops: what each line takes of a step
     timeline                          title, source, iterations, seconds, rows, spans: one iteration of the longest loop
     findings                          severity, code, message, source, fix
@@ -37,6 +37,7 @@ from spmdkit.foundation.formatting import format_bytes, shown, shown_axes, shown
 from spmdkit.plan.budget import exceeded
 from spmdkit.plan.collectives_bill import Bill, Collective
 from spmdkit.plan.compiled_step import CompiledStep, read_compiled, read_program
+from spmdkit.plan.error_bars import error_bar
 from spmdkit.plan.findings import Finding
 from spmdkit.plan.flops import Arithmetic, count
 from spmdkit.plan.hlo.source import source_of, text_of
@@ -217,6 +218,7 @@ def _computed(
             "memory_traffic_bytes": time.memory_bytes,
             "loops_of_unknown_length": time.guessed,
             "calibrated": target.calibrated,
+            "error_bar": None if (bar := error_bar(target)) is None else vars(bar),
         },
         "lines": line_rows(time),
         "timeline": timeline_of(analysis, time),

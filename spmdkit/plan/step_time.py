@@ -2,6 +2,7 @@
 
     instruction       the compiler's cycles / clock where it reports them (TPU), otherwise
                       max(FLOPs / arithmetic, bytes / memory) + launch
+    TPU product       max(matrix unit, estimate - matrix unit): the estimate is the sum of matrix and vector unit
     collective        bytes sent / rate of the link + hops x latency (links.py), after those ahead of it on that link
     blocking          the device waits for it
     start and done    the instructions between the two run meanwhile; at the done the device waits for the rest
@@ -42,10 +43,10 @@ from spmdkit.plan.machine.target import Target
 from spmdkit.plan.timeline import BUBBLE, Loop, Timeline, layer_of
 from spmdkit.step import trace_context
 
-CYCLES = 1.02
-"""Time of an instruction / (estimated cycles / clock): one factor for v5e, v5p, v6e and 7x. Fitted to the step times of
-seven published runs of MaxText by the sum of the cycles alone, without kernels and exposed collectives (jax 0.10.2,
-libtpu 0.0.42, 2026-11)."""
+MATRIX_UNIT = 0.96
+"""Share of the peak at which the matrix unit of a TPU computes a product, one for all TPUs. The compiler estimates the
+cycles of a fused product as those of the matrix unit plus those of the vector unit; the two work at the same time.
+Fitted to published runs (docs/published.md)."""
 _HOST_SPACE = 5
 _TICKS = re.compile(rf"{trace_context.PIPELINE}\)*/while/body")
 """In the op name of an instruction that the stages of a pipeline run in each tick."""
@@ -326,7 +327,11 @@ class _Walk:
         memory_s = chip.memory_s(num_bytes)
         seconds = {"launch": chip.launch_s} if cycles is None else {}
         part = "arithmetic" if arithmetic_s > memory_s else "memory"
-        seconds[part] = max(arithmetic_s, memory_s) if cycles is None else CYCLES * cycles / chip.clock_hz
+        if cycles is None:
+            seconds[part] = max(arithmetic_s, memory_s)
+        else:
+            estimate_s, matrix_s = cycles / chip.clock_hz, arithmetic_s * chip.efficiency.matmul / MATRIX_UNIT
+            seconds[part] = max(matrix_s, estimate_s - matrix_s) if flops else estimate_s
         idle, source = self._idle if self._is_in_ticks(i) else 0.0, self._line_of(i)
         parts = {name: (1 - idle) * num_s for name, num_s in seconds.items()}
         line.run(i.name, source, parts | ({BUBBLE: idle * sum(seconds.values())} if idle else {}))

@@ -21,6 +21,7 @@ from spmdkit.foundation.formatting import (
     shown_source,
 )
 from spmdkit.mesh.mesh import describe_mesh
+from spmdkit.plan.error_bars import error_bar_text
 
 WIDTH = 100
 MAX_ROWS = 12
@@ -138,6 +139,8 @@ def _show_time(document: Mapping[str, Any], out: Console) -> None:
         f"[bold]Time[/]  a step takes about [bold]{format_seconds(step_s)}[/], {speed}, MFU {time['mfu']:.1%}, "
         f"bound by {time['bound']} ({rates})"
     )
+    if time["error_bar"]:
+        out.print(f"[dim]{error_bar_text(time['error_bar'])}[/]")
     out.print(_shares(time["parts"], step_s, format_seconds))
     hidden = sum(link["busy_s"] - link["exposed_s"] for link in time["links"].values())
     if hidden > 1e-9:

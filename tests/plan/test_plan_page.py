@@ -1,15 +1,20 @@
 """The page of a plan: what it holds, and how a browser shows it."""
 
+import io
 import shutil
 import subprocess
 from html import escape
 
 import pytest
+from rich.console import Console
 
 from spmdkit.metrics.report.drawing import group_numbers
 from spmdkit.metrics.report.plan import plan_page, write_page
 from spmdkit.metrics.report.run import plan_section
 from spmdkit.plan.command import make_plan
+from spmdkit.plan.error_bars import ERROR_BARS, error_bar
+from spmdkit.plan.machine.target import parse_target
+from spmdkit.plan.table import show
 from tests.support.plan_files import config
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -40,6 +45,16 @@ def test_the_page_holds_every_part_and_loads_nothing(plan):
     assert text.count("<rect class=") == len(plan["timeline"]["spans"]) > 5
     assert "default-src 'none'" in text
     assert "<script" not in text and "http" not in text.replace("http-equiv", "")
+
+
+def test_page_and_text_show_the_error_bar(plan):
+    assert plan["time"]["error_bar"] is None  # the substitute of the GPU compiler
+    assert error_bar(parse_target("tpu:v5e:4x4")) == ERROR_BARS["tpu"]
+    shown = plan | {"time": plan["time"] | {"error_bar": {"relative": 0.17, "runs": 23}}}
+    assert "error bar, from 23 published runs" in plan_page(shown) and "17%" in plan_page(shown)
+    out = Console(width=120, record=True, file=io.StringIO())
+    show(shown, out)
+    assert "error bar: 17%, which holds for 8 of 10 of 23 published runs" in out.export_text()
 
 
 def test_what_a_user_wrote_is_escaped(plan):

@@ -3,14 +3,16 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from spmdkit.mesh.chips import CHIPS, Efficiency, Link
 from spmdkit.plan.collectives_bill import Bill, read_bill
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.kernels import kernel_flops
+from spmdkit.plan.machine.links import link_path_of
 from spmdkit.plan.machine.target import parse_target
-from spmdkit.plan.step_time import CYCLES, predict_time
+from spmdkit.plan.step_time import MATRIX_UNIT, predict_time
 from tests.plan.known_traffic import SIZES
 from tests.plan.test_hlo import saved
 
@@ -144,7 +146,7 @@ def test_a_spread_collective_takes_until_its_last_fusion():
     more = "".join(SPREAD.format(name=n, target=t, groups=INSIDE, chain="") for n, t in targets.items())
     part = lambda name, config="": f"%f.{name} = {W} fusion(%s), kind=kCustom, calls=%{name}{config}"
     cycles = ', backend_config={"window_config":{"estimated_cycles":"1000000"}}'
-    tpu = machine(clock_hz=1e9 * CYCLES)
+    tpu = machine(clock_hz=1e9)
     text = program(part("first"), part("middle", cycles), part("last"), more=more)
     assert timed(text, tpu) == (2, 1), "1 ms of cycles in the fusion between the two"
     text = program(part("first"), part("last"), part("middle", cycles), more=more)
@@ -162,9 +164,12 @@ def test_two_chains_of_one_channel_end_separately():
     assert timed(text, machine(clock_hz=1e9)) == (4, 2), "the product overlaps with the second chain"
 
 
-def test_cycles_of_the_compiler_count_where_it_reports_them():
-    line = dot("d") + ', backend_config={"window_config":{"estimated_cycles":"3000000"}}'
-    assert timed(program(line), machine(clock_hz=1e9 * CYCLES)) == (3, 0)
+@pytest.mark.parametrize("cycles, seconds", [(1, 2), (3, 2), (5, 3)])
+def test_a_product_overlaps_its_vector_work(cycles, seconds):
+    line = dot("d") + f', backend_config={{"window_config":{{"estimated_cycles":"{cycles}000000"}}}}'
+    tpu = machine(clock_hz=1e9)
+    tpu = replace(tpu, chip=replace(tpu.chip, flops_per_s={"float32": 1e12 / MATRIX_UNIT}))
+    assert timed(program(line), tpu) == (seconds, 0)
     assert timed(program(line)) == (2, 0)
 
 
@@ -241,3 +246,12 @@ def test_saved_tpu_texts_are_walked_to_their_end(name):
         assert hidden_s > 0
     else:
         assert hidden_s == pytest.approx(0, abs=1e-12)
+
+
+def test_opposite_directions_of_a_ring_are_separate_links():
+    target = parse_target("tpu:v5p:4x4x4")
+    devices = [SimpleNamespace(coords=(x, y, z), slice_index=0) for x, y, z in np.ndindex(4, 4, 4)]
+    path = lambda op, *groups: link_path_of(target, devices, SimpleNamespace(op=op, groups=groups))
+    forth, back = (path("collective_permute", *pairs) for pairs in ([(0, 1), (1, 2), (3, 0)], [(1, 0), (0, 3)]))
+    assert (forth.channels, back.channels) == (("ici 2+",), ("ici 2-",))
+    assert path("all_gather", (0, 1, 2, 3)).channels == ("ici 2+", "ici 2-")

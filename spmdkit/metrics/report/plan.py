@@ -113,6 +113,8 @@ def _cards(document: Mapping[str, Any]) -> str:
             ("MFU", f"{time['mfu']:.1%}"),
         ]
         rows += [("bound by", time["bound"])]
+        if bar := time["error_bar"]:
+            rows += [(f"error bar, from {bar['runs']} published runs", f"{bar['relative']:.0%}")]
     rows += [(f"of {format_bytes(memory['limit_bytes'])} ({share})", format_bytes(memory["peak_bytes"]))]
     rows += [("bytes sent per device", "unknown" if sent is None else format_bytes(sent))]
     if (average := document["wire"].get("on_average")) is not None:

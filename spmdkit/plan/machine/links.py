@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,8 +42,8 @@ class LinkPath:
         efficiency: share of the peak that is reached.
         latency_s: of one hop.
         crosses: whether the group spans several hosts (GPU) or slices (TPU).
-        channels: the links that are busy meanwhile: dims of the torus, NVLink, the network. Collectives that share none
-            run concurrently.
+        channels: the links that are busy meanwhile: both directions of dims of the torus (for a permutation, one),
+            NVLink, the network. Collectives that share none run concurrently.
     """
 
     link: str
@@ -76,8 +76,22 @@ def link_path(target: Target, devices: Sequence[Any], group: Sequence[int]) -> L
 def link_path_of(target: Target, devices: Sequence[Any], collective: Collective) -> LinkPath:
     """Returns the connection of a collective: that of its first group, for a permutation that of its slowest pair."""
     groups = collective.groups or ((0,),)
-    paths = [link_path(target, devices, g) for g in (groups if collective.op == "collective_permute" else groups[:1])]
-    return min(paths, key=lambda path: path.bytes_per_s)
+    if collective.op != "collective_permute":
+        return link_path(target, devices, groups[0])
+    path, pair = min(((link_path(target, devices, g), g) for g in groups), key=lambda found: found[0].bytes_per_s)
+    return replace(path, channels=_one_way(target, [devices[i] for i in pair])) if path.link == "ici" else path
+
+
+def _one_way(target: Target, pair: Sequence[Any]) -> tuple[str, ...]:
+    """Returns the channels of a transfer between two devices of a slice: one direction of each dim that it crosses."""
+    channels = []
+    for axis, (a, b) in enumerate(zip(pair[0].coords, pair[1].coords, strict=True)):
+        length = target.topology[axis] if axis < len(target.topology) else 2**30
+        step = (b - a) % length
+        if step:
+            forth = 2 * step < length or (2 * step == length and b > a)
+            channels.append(f"{target.chip.inner.name} {axis}{'+' if forth else '-'}")
+    return tuple(channels)
 
 
 def parts_of(target: Target, devices: Sequence[Any]) -> list[int]:
@@ -115,7 +129,7 @@ def _torus(target: Target, members: Sequence[Any]) -> LinkPath:
     for axis in range(chip.torus_dims):
         num = len({device.coords[axis] for device in members})
         if num > 1:
-            channels.append(f"{chip.inner.name} {axis}")
+            channels += [f"{chip.inner.name} {axis}+", f"{chip.inner.name} {axis}-"]
             length = target.topology[axis] if axis < len(target.topology) else num
             is_ring = num == length and length % chip.wraps_at == 0
             rate += chip.inner.bytes_per_s * (2 if is_ring else 1)
