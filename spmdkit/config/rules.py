@@ -338,6 +338,15 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
             ("attention.context is all_to_all, which always keeps neighbors together", "set context: ring"),
         ),
         (
+            attention.implementation in ("xla", "cudnn"),
+            "attention",
+            ("block_q", "block_kv", "block_kv_compute", "fused_backward"),
+            (
+                f"attention.implementation is {attention.implementation}, without such tiles",
+                "set implementation: splash",
+            ),
+        ),
+        (
             not config.elastic.in_process,
             "elastic",
             ("snapshot_every", "standby", "precompile"),

@@ -38,13 +38,14 @@ from spmdkit.foundation.formatting import nearest
 from spmdkit.ops import all_to_all_attention, attention_cudnn, attention_splash, ring_attention
 from spmdkit.ops.all_to_all_attention import Residuals
 from spmdkit.ops.attention_blocks import XLA, Implementation, Keys
+from spmdkit.ops.attention_splash import Tiles
 from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import axes, axis_index, axis_size
 from spmdkit.ops.context import chunks, order
 from spmdkit.ops.manual import is_sharded, manual
 from spmdkit.step import trace_context
 
-IMPLEMENTATIONS = {"xla": XLA, "cudnn": attention_cudnn.CUDNN, "splash": attention_splash.SPLASH}
+IMPLEMENTATIONS = ("xla", "cudnn", "splash")
 
 HEADS = ("batch", "sequence", "heads", None)
 ROWS = ("batch", "sequence")
@@ -243,12 +244,16 @@ def _implementation(
         "xla": None,
     }
     if name == "auto":
-        return XLA if device is None else next(IMPLEMENTATIONS[n] for n, reason in why.items() if reason is None)
-    if why[name]:
+        name = "xla" if device is None else next(n for n, reason in why.items() if reason is None)
+    elif why[name]:
         raise ConfigError(
             f"sk.attention: {key} is {name}, but {why[name]}. Use auto, which selects a possible one, or xla."
         )
-    return IMPLEMENTATIONS[name]
+    if name == "splash":
+        options = context.options.attention
+        tiles = Tiles(options.block_q, options.block_kv, options.block_kv_compute, options.fused_backward)
+        return attention_splash.splash(tiles)
+    return XLA if name == "xla" else attention_cudnn.CUDNN
 
 
 def _device(context: trace_context.Context) -> Any:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from spmdkit import compat
+from spmdkit.errors import ConfigError
 from spmdkit.ops.attention_blocks import Implementation, Mask, product_flops
 from spmdkit.ops.kernel import kernel
 
@@ -24,12 +25,30 @@ BLOCKS = (512, 256, 128)
 """Tile lengths of queries and keys; the largest that divides is used."""
 
 
-def splash(interpret: bool = False) -> Implementation:
+class Tiles(NamedTuple):
+    """Tiles of the kernels, in all passes: queries, keys, keys that are multiplied at a time. None: by length.
+
+    Attributes:
+        fused_backward: one backward kernel with 5 products, instead of two with 7, which compute the scores and their
+            gradient twice. Its gradient of the queries has a part for each tile of keys.
+    """
+
+    block_q: int | None = None
+    block_kv: int | None = None
+    block_kv_compute: int | None = None
+    fused_backward: bool = False
+
+
+BY_LENGTH = Tiles()
+
+
+@functools.cache
+def splash(tiles: Tiles = BY_LENGTH, interpret: bool = False) -> Implementation:
     """Returns splash attention; with `interpret` the kernel runs on any device, slowly, for tests."""
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) -> tuple[jax.Array, jax.Array]:
         def forward_of(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> tuple[jax.Array, jax.Array]:
-            attend = _kernel(q, k, mask.causal, interpret)
+            attend = _kernel(q, k, mask.causal, tiles, interpret)
             out, (lse,) = jax.vmap(attend)(_scaled(q, scale), _heads_first(k), _heads_first(v), segments)
             return out, lse
 
@@ -38,20 +57,17 @@ def splash(interpret: bool = False) -> Implementation:
 
     def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, mask: Mask, scale: float) -> Any:
         def backward_of(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, segments: Any) -> Any:
-            attend = _kernel(q, k, mask.causal, interpret)
+            attend = _kernel(q, k, mask.causal, tiles, interpret)
             k, v, out, dout = (_heads_first(x) for x in (k, v, out, dout))
             gradient: Callable[..., Any] = jax.vmap(lambda *xs: compat.splash_attention_gradient(attend, *xs))
             return gradient(_scaled(q, scale), k, v, out, lse.swapaxes(1, 2), dout, segments)
 
-        flops = 7 * product_flops(q, k, mask)  # two kernels, each recomputes the scores and their gradient
+        flops = (5 if tiles.fused_backward else 7) * product_flops(q, k, mask)
         grads = kernel(backward_of, flops)(q, k, v, out.astype(q.dtype), lse, dout.astype(q.dtype), _ids(mask))
         dq, dk, dv = (g.swapaxes(1, 2)[..., : q.shape[3]] for g in grads)
         return dq.astype(jnp.float32) * scale, dk, dv
 
     return Implementation(forward, backward)
-
-
-SPLASH = splash()
 
 
 def missing(device: Any, q: jax.Array, lengths: tuple[int, ...], ids: tuple[str, ...]) -> str | None:
@@ -65,24 +81,52 @@ def missing(device: Any, q: jax.Array, lengths: tuple[int, ...], ids: tuple[str,
     return None
 
 
-def _kernel(q_BTNH: jax.Array, k_BSKH: jax.Array, causal: bool, interpret: bool) -> Any:
-    """Returns the kernel of one example: q [N, T, H], k, v [K, S, H], ids -> (out [N, T, H], (lse float32[N, T],))."""
+def _kernel(q_BTNH: jax.Array, k_BSKH: jax.Array, causal: bool, tiles: Tiles, interpret: bool) -> Any:
+    """Returns the kernel of one example: q [N, T, H], k, v [K, S, H], ids -> (out [N, T, H], (lse float32[N, T],)).
+
+    Raises:
+        ConfigError: a tile that does not divide the queries or keys, or is no multiple of 128.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     causal_mask, full_mask = _masks()
     T, N, S = q_BTNH.shape[1], q_BTNH.shape[2], k_BSKH.shape[1]
-    t, s = (next(b for b in BLOCKS if length % b == 0) for length in (T, S))
+    t, s = _tile("block_q", tiles.block_q, T, "queries"), _tile("block_kv", tiles.block_kv, S, "keys")
+    part = _tile("block_kv_compute", tiles.block_kv_compute or s, s, "keys of a tile")
+    fused = tiles.fused_backward
     return splash_kernel.make_splash_mha(
         masks.MultiHeadMask([(causal_mask if causal else full_mask)((T, S))] * N),
         block_sizes=splash_kernel.BlockSizes(
-            block_q=t, block_kv=s, block_q_dkv=t, block_kv_dkv=s, block_q_dq=t, block_kv_dq=s
+            block_q=t,
+            block_kv=s,
+            block_kv_compute=part,
+            block_q_dkv=t,
+            block_kv_dkv=s,
+            block_kv_dkv_compute=part,
+            block_q_dq=None if fused else t,
+            block_kv_dq=None if fused else s,
+            use_fused_bwd_kernel=fused,
         ),
         save_residuals=True,
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
     )
+
+
+def _tile(key: str, requested: int | None, length: int, what: str) -> int:
+    """Returns the length of a tile of `length` tokens."""
+    possible = [n for n in range(LANES, length + 1, LANES) if length % n == 0]
+    if requested is None:
+        return next(b for b in BLOCKS if b in possible)
+    if requested not in possible:
+        nearest = min(possible, key=lambda n: abs(n - requested))
+        raise ConfigError(
+            f"attention.{key} is {requested}, and a device attends to {length} {what}. A tile is a multiple of {LANES} "
+            f"that divides them. Try {nearest}."
+        )
+    return requested
 
 
 @functools.cache

@@ -104,6 +104,10 @@ class AttentionSettings:
     context: Literal["ring", "all_to_all"] = "ring"
     implementation: str = "auto"
     order: Literal["zigzag", "contiguous"] = "zigzag"
+    block_q: int | None = None
+    block_kv: int | None = None
+    block_kv_compute: int | None = None
+    fused_backward: bool = False
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ BAD = {
     "sync is a list": ("sync: [every_step]", ":2: sync:", "a name, or a mapping of", "found ['every_step'] (a list)", "Try sync: every_step."),
     "float16": ("precision: float16", ":2: precision:", "bfloat16, which has float32's range: float16", "found 'float16' (text)", "Try precision: bfloat16."),
     "remat misspelt": ("remat: dot", ":2: remat:", "none, full, dots, dots_no_batch, minimal,", "found 'dot' (text)", "Did you mean 'dots'?"),
+    "tiles of another implementation": ("attention: {implementation: xla, block_q: 512}", ":2: attention.block_q:", "is 512, and attention.implementation is xla, without such tiles", "Remove it, or set implementation: splash."),
     "remat names nothing": ("remat: {}", ":2: remat:", "names nothing to save, which is the same", "Write remat: full, or save: [attention]."),
     "remat saves and offloads": ("remat: {save: [a, b], offload: [b]}", ":2: remat.offload[0]:", "is 'b', and remat.save has it too.", "A value is kept on the device", "Remove one."),
     "remat saves nothing": ("remat: {save: []}", ":2: remat.save:", "have at least 1 item after", "found [] (a list)", "Try save: [attention]."),

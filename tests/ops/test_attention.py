@@ -12,7 +12,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.ops import attention_blocks, attention_splash
 from spmdkit.ops.attention import own_kv_heads
 from spmdkit.ops.attention_blocks import XLA, Mask, merge
-from spmdkit.ops.attention_splash import splash
+from spmdkit.ops.attention_splash import BY_LENGTH, Tiles, splash
 from spmdkit.step import trace_context
 from tests.support.forms import slow_except
 from tests.support.ops_mesh import step, value_and_grad
@@ -233,18 +233,24 @@ def test_memory_grows_linearly_with_sequence_length():
     assert temporaries(4096) < 4 * 2 * 4096**2 / 4  # of all scores at once
 
 
+FUSED = Tiles(block_q=128, block_kv=256, block_kv_compute=128, fused_backward=True)
+
+
 @pytest.mark.parametrize(
-    "causal, segments",
-    slow_except([(True, True)], [(causal, ids) for causal in (True, False) for ids in (True, False)]),
+    "causal, segments, tiles",
+    slow_except(
+        [(True, True, BY_LENGTH), (True, True, FUSED)],
+        [(causal, ids, tiles) for causal in (True, False) for ids in (True, False) for tiles in (BY_LENGTH, FUSED)],
+    ),
 )
-def test_the_splash_kernel_gives_the_plain_formula(causal, segments, monkeypatch):
+def test_the_splash_kernel_gives_the_plain_formula(causal, segments, tiles, monkeypatch):
     """The kernel's own program, interpreted, without a TPU: four tiles, of which the mask hides one."""
     monkeypatch.setattr(attention_splash, "BLOCKS", (128,))
     q, k, v = qkv(1, 256, width=40, batch=1)
     q, weights = q[:, :, :2], qkv(tokens=256, width=40, batch=1, seed=1)[0][:, :, :2]
     ids = packed(256, 1) + 1 if segments else None
     mask = Mask(causal, ids, ids)
-    out, lse, *grads = jax.jit(functools.partial(pair, splash(interpret=True), mask))(q, k, v, weights)
+    out, lse, *grads = jax.jit(functools.partial(pair, splash(tiles, interpret=True), mask))(q, k, v, weights)
     assert_equal((out, *grads), expected_pair(q, k, v, weights, causal=causal, segments=ids), 1e-5)
     expected_lse = jax.jit(functools.partial(XLA.forward, mask=mask, scale=1 / np.sqrt(40)))(q, k, v)[1]
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)

@@ -158,8 +158,21 @@ def test_auto_selects_by_device_and_operands(name, one, change, monkeypatch):
     found = op._implementation(
         trace_context.Context(), None, q, q, change.get("segments", False), change.get("positions", False)
     )
-    expected = {"cudnn": attention_cudnn.CUDNN, "splash": attention_splash.SPLASH, "xla": XLA}
+    expected = {
+        "cudnn": attention_cudnn.CUDNN,
+        "splash": attention_splash.splash(attention_splash.BY_LENGTH),
+        "xla": XLA,
+    }
     assert found is expected[name]
+
+
+def test_tiles_of_the_config_are_those_of_the_kernels(monkeypatch):
+    devices_are(monkeypatch, TPU)
+    tiles = {"block_q": 1024, "block_kv": 512, "block_kv_compute": 256, "fused_backward": True}
+    text = lowered("tpu", "splash", attention=tiles, tensor=2)
+    assert "splash_mha_dkv" in text and "splash_mha_dq" not in text
+    with pytest.raises(ConfigError, match=r"block_kv is 384, and a device attends to 1024 keys. .* Try 256"):
+        lowered("tpu", "splash", attention={"block_kv": 384}, tensor=2)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`--search` finds, ranks and rejects with reasons; `--diff` says what moved."""
 
 import contextlib
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from spmdkit.cli import main
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
+from spmdkit.mesh.chips import CHIPS
 from spmdkit.plan.command import PlanOptions, choose_target, make_plan, run_plan
 from spmdkit.plan.compare import compare
 from spmdkit.plan.search.candidates import candidates
@@ -55,6 +57,18 @@ def test_batch_offload_and_precision_vary():
     by_name = {c.name: c.estimate_s for c in rows}
     assert by_name["data 8"] < by_name["data 8, batch_size 128"] < 2 * by_name["data 8"]
     assert by_name["data 8"] < by_name["data 8, offload optimizer"]
+
+
+def test_tiles_vary_on_tpus():
+    requested = config(devices="cpu:1", mesh={})
+    here = choose_target(requested, None)
+    with pytest.raises(ConfigError, match="attention, the tiles of splash attention, which runs on TPUs"):
+        candidates(requested, task_of(requested), here, ["attention"])
+    rows = candidates(requested, task_of(requested), dataclasses.replace(here, chip=CHIPS["v6e"]), ["attention"])
+    assert {(c.changes.get("attention", {}).get("block_q"), c.estimate_s) for c in rows} == {
+        (tile, rows[0].estimate_s) for tile in (None, 512, 1024, 2048)
+    }
+    assert rows[-1].name == "one device, attention block_q 2048 block_kv 2048 fused_backward True"
 
 
 def test_axes_of_some_models_vary_on_request():

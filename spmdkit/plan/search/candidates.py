@@ -26,7 +26,7 @@ from spmdkit.program.task import Task
 SEARCHED_AXES = ("data", "fsdp", "tensor")
 OTHER_AXES = ("context", "expert", "pipeline")
 """Axes that a search varies on request: only some models use them."""
-VARIED = ("mesh", *OTHER_AXES, "batch", "microbatches", "remat", "zero", "offload", "precision")
+VARIED = ("mesh", *OTHER_AXES, "batch", "microbatches", "remat", "zero", "offload", "precision", "attention")
 
 
 @dataclass
@@ -90,6 +90,8 @@ class Candidate:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key} {of_key}" for key, of_key in value.items())
     return ("+".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
 
 
@@ -103,6 +105,11 @@ def candidates(config: Config, task: Task, target: Target, search_over: Sequence
         raise ConfigError(
             f"--search-over names {unknown[0]!r}. A search can vary {', '.join(VARIED)}. Try --search-over "
             "mesh,microbatches."
+        )
+    if "attention" in search_over and target.chip.kind != "tpu":
+        raise ConfigError(
+            f"--search-over names attention, the tiles of splash attention, which runs on TPUs, and the target is "
+            f"{target.name}. Leave it out, or search for a TPU."
         )
     settings, results = list(_settings(config, search_over)), list[Candidate]()
     zeros: Sequence[int | None] = (1, 2, 3) if "zero" in search_over else (None,)
@@ -143,6 +150,7 @@ def _current(config: Config) -> dict[str, Any]:
         "remat": config.remat,
         "offload": config.offload,
         "precision.compute": config.precision.compute,
+        "attention": config.attention.model_dump(exclude_defaults=True),
     }
 
 
@@ -160,6 +168,7 @@ def _settings(config: Config, search_over: Sequence[str]) -> Iterator[dict[str, 
         "remat": ("remat", ["none", "dots", *POLICIES, "full"]),
         "offload": ("offload", [config.offload, *offloaded]),
         "precision.compute": ("precision", ["float32", "bfloat16"]),
+        "attention": ("attention", _tiles(config)),
     }
     choices = [
         values[key][1] if values[key][0] in search_over or now == "auto" else [now]
@@ -167,6 +176,14 @@ def _settings(config: Config, search_over: Sequence[str]) -> Iterator[dict[str, 
     ]
     for combination in itertools.product(*choices):
         yield dict(zip(values, combination, strict=True))
+
+
+def _tiles(config: Config) -> list[dict[str, Any]]:
+    """Returns the section `attention` as it is, and with other tiles of splash attention."""
+    section = config.attention.model_dump(exclude_defaults=True)
+    tiles = itertools.product((512, 1024, 2048), (False, True))
+    others = [{"block_q": n, "block_kv": n, "fused_backward": fused} for n, fused in tiles]
+    return [section, *(section | other for other in others)]
 
 
 def _of_mesh(
