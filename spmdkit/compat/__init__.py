@@ -323,11 +323,12 @@ def jaxpr_of_result(closed: Any, index: int) -> str:
     return str(partial_eval.dce_jaxpr(closed.jaxpr, wanted)[0])
 
 
-def used_inputs(closed: Any) -> list[bool]:
-    """Returns for each input of a jaxpr whether a result depends on it."""
+def used_inputs(closed: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
+    """Returns for each input of a jaxpr whether a result depends on it; `wanted` selects the results."""
     from jax.interpreters import partial_eval
 
-    used: list[bool] = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[1]
+    results = [True] * len(closed.jaxpr.outvars) if wanted is None else list(wanted)
+    used: list[bool] = partial_eval.dce_jaxpr(closed.jaxpr, results)[1]
     return used
 
 

@@ -56,11 +56,16 @@ _LABELS = {"params": "parameters", "opt_state": "optimizer state", "state": "oth
 _CONSTRAINT = "jax.lax.with_sharding_constraint"
 _FIXES = {
     "does-not-fit": "Shard the state or the batch over more devices, donate the state, or use jax.checkpoint.",
+    "exposed-communication": "More examples per device, or fewer devices on this axis.",
     "full-rematerialization": (
         f"Shard the array in between with {_CONSTRAINT}, with one dim unsharded, or shard the producer and the "
         "consumer along the same dim."
     ),
+    "host-callback": "Remove it from the step, or guard it by a static flag.",
+    "many-small-all-reduces": "Collect the values and reduce them together: one psum of the stacked array.",
+    "padded-dim": "",
     "padding-waste": "",
+    "quadratic-scores": "jax.nn.dot_product_attention(implementation='cudnn') on GPU, splash attention on TPU.",
     "recompilation-risk": "",
     "repeated-work": f"Shard it by its first dim, where it is created: {_CONSTRAINT}(x, P(axis)).",
 }

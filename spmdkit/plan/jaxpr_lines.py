@@ -85,22 +85,25 @@ def first_use(jaxpr: Any, var: Any) -> str | None:
     return None
 
 
-def depending(jaxpr: Any, inputs: Sequence[bool], found: list[tuple[Any, Any]]) -> list[bool]:
+def depending(
+    jaxpr: Any, inputs: Sequence[bool], found: list[tuple[Any, Any]], into_manual: bool = False
+) -> list[bool]:
     """Returns which results depend on the marked inputs, and adds (equation, output) to `found` for every dependent
-    output outside `shard_map`. If one element of a loop's carry depends on them, all elements do."""
+    output outside `shard_map`, with `into_manual` also inside. If one element of a loop's carry depends on them, all
+    elements do."""
     marked = {id(v) for v, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
     for eqn in jaxpr.eqns:
         name, marks = eqn.primitive.name, [id(x) in marked for x in eqn.invars]
         if not any(marks):
             continue
         outs = [True] * len(eqn.outvars)
-        for body in inner_jaxprs(eqn) if name != "shard_map" else ():
+        for body in inner_jaxprs(eqn) if into_manual or name != "shard_map" else ():
             offset = len(eqn.invars) - len(body.invars)
             given = marks[offset:] if offset >= 0 and name != "while" else [True] * len(body.invars)
             if name == "scan":
                 first, length = compat.carried_inputs(eqn)
                 given[first : first + length] = [True] * length
-            results = depending(body, given, found)
+            results = depending(body, given, found, into_manual)
             if len(results) == len(outs) and name not in ("while", "cond"):
                 outs = results
         dependent = [out for out, mark in zip(eqn.outvars, outs, strict=True) if mark]

@@ -178,3 +178,67 @@ def shared_work():
         return jax.vmap(lambda key: jax.random.normal(key, (256,)))(keys)
 
     return rollout(points_of, {"data": 4, "fsdp": 2})
+
+
+def many_small_all_reduces():
+    def loss(params, batch, key):
+        def one(x, _):
+            return jnp.tanh(x - lax.psum(x, "data")), None  # bad: many-small-all-reduces
+
+        x, _ = lax.scan(one, batch["x"][0], length=128)
+        return error(jnp.tanh((batch["x"] + x) @ params["up"]) @ params["down"], batch)
+
+    return task(loss), {"mesh": {"data": 8}}
+
+
+def unused_parameter():
+    shapes = {"up": (256, 512), "down": (512, 256), "extra": (256, 256)}
+
+    def init(key):  # bad: unused-parameter
+        return {name: jnp.zeros(shape) for name, shape in shapes.items()}
+
+    return sk.Task(init, good_loss, optax.adam(0.1), train_data=data()), {"mesh": {"data": 8}}
+
+
+def host_callback():
+    def loss(params, batch, key):
+        h = jnp.tanh(batch["x"] @ params["up"])
+        jax.debug.callback(lambda h: None, h)  # bad: host-callback
+        return error(h @ params["down"], batch)
+
+    return task(loss), {"mesh": {"data": 8}}
+
+
+def quadratic_scores():
+    def loss(params, batch, key):
+        h = (batch["x"] @ params["up"]).reshape(-1, 1024, 2, 64)
+        scores = jnp.einsum("btnh,bsnh->bnts", h, h)  # bad: quadratic-scores
+        mixed = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), h)  # bad: quadratic-scores
+        return error(mixed.reshape(-1, 128) @ params["down"], batch)
+
+    shapes = {"up": (256, 128), "down": (128, 256)}
+    return task(loss, shapes, train_data=data(rows=32768)), {"mesh": {"data": 8}, "batch_size": 32768}
+
+
+def dense_table_gradient():
+    def loss(params, batch, key):
+        h = params["table"][batch["ids"]]  # bad: dense-table-gradient
+        return error(h @ params["down"], batch)
+
+    train_data = data(ids=np.zeros(512, np.int32))
+    shapes = {"table": (4096, 128), "down": (128, 256)}
+    return task(loss, shapes, train_data=train_data), {"mesh": {"data": 8}, "batch_size": 512}
+
+
+def padded_dim():
+    """Six heads over four devices."""
+
+    def loss(params, batch, key):
+        h = jnp.tanh(batch["x"] @ params["up"]).reshape(-1, 6, 128)
+        sharding = NamedSharding(current().sharding.mesh, PartitionSpec(None, "tensor"))
+        h = lax.with_sharding_constraint(h, sharding)  # bad: padded-dim
+        return error(jnp.sin(h).reshape(-1, 768) @ params["down"], batch)
+
+    rules = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
+    made = task(loss, {"up": (256, 768), "down": (768, 256)}, rules=rules)
+    return made, {"mesh": {"fsdp": 2, "tensor": 4}, "batch_size": 512}

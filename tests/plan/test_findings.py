@@ -1,9 +1,11 @@
 """Each deliberately bad program is found, at the right line; good programs have no findings."""
 
 import gzip
+import inspect
 import os
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +21,11 @@ from spmdkit.foundation import plugins
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.compiled_step import read_program
 from spmdkit.plan.document import plan_program
-from spmdkit.plan.findings import allreduce_for_gather, padding, pointless_gather
+from spmdkit.plan.findings import allreduce_for_gather, exposed, padding, pointless_gather
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.jaxpr_lines import paths
 from spmdkit.plan.machine.target import parse_target
+from spmdkit.plan.step_time import LinkTime
 from spmdkit.program import compile_log
 from spmdkit.program.program import Program
 from tests.plan import bad_programs
@@ -34,7 +37,8 @@ TWO_HOSTS = replace(SUBSTITUTE, compiler="gpu")
 IN_PROCESS = (
     "silent_replication_of_a_parameter", "silent_replication_of_an_activation", "collective_in_accumulation_loop",
     "gather_of_unsharded", "float32_on_the_wire", "recompilation_risk", "donation_not_used", "repeated_work",
-    "axis_crosses_slow_links",
+    "axis_crosses_slow_links", "many_small_all_reduces", "unused_parameter", "host_callback", "quadratic_scores",
+    "dense_table_gradient", "padded_dim",
 )  # fmt: skip
 
 
@@ -92,7 +96,7 @@ def careful_loss(params, batch, key):
 
 
 def test_every_detector_has_a_bad_program():
-    elsewhere = ("small_batch", "rematerialization", "padding", "allreduce_for_gather")
+    elsewhere = ("small_batch", "rematerialization", "padding", "allreduce_for_gather", "exposed")
     assert len(plugins.names("findings")) == len(elsewhere) + len(IN_PROCESS) - 1  # one has two
 
 
@@ -224,6 +228,53 @@ def test_an_axis_inside_a_host_does_not_cross():
 def test_padding_by_the_tpu_compiler():
     done = in_process("tpu:v5e:2x4", "padding_waste", "padded to full tiles")
     assert set(done.stdout.split()) == set(lines_to_blame("padding-waste"))
+
+
+def exposed_of(seconds, compiler="tpu"):
+    """Returns the findings of a step of 10 ms that waits for a link."""
+    time = SimpleNamespace(
+        step_s=1e-2,
+        links={"ici tensor": LinkTime(busy_s=8e-3, exposed_s=seconds, bytes=2**20), "ici fsdp": LinkTime(9e-3, 0.0, 9)},
+        whole=SimpleNamespace(
+            exposed={("ici tensor", "a.py:1"): seconds * 0.9, ("ici tensor", "a.py:2"): seconds * 0.1}
+        ),
+    )
+    rows = [SimpleNamespace(source="a.py:1", cause="tensor activation")]
+    step = SimpleNamespace(target=SimpleNamespace(compiler=compiler), time=time, bill=SimpleNamespace(rows=rows))
+    return list(exposed.find(step))
+
+
+def test_a_wait_for_a_link_is_found():
+    (found,) = exposed_of(5e-3)
+    assert (found.code, found.source) == ("exposed-communication", "a.py:1")
+    assert "waits 5 ms of 10 ms for ici tensor (1.0 MiB a step), 4.5 ms of it for this line" in found.message
+    assert "Fewer devices on this axis" in found.fix
+    assert exposed_of(1e-3) == exposed_of(5e-3, compiler="cpu") == []
+
+
+QUIET = {
+    "a short loop of sums": ("many_small_all_reduces", "length=128", "length=64"),
+    "a table of few rows": ("dense_table_gradient", "(4096, 128)", "(512, 128)"),
+    "a table that is multiplied": (
+        "dense_table_gradient",
+        "error(h",
+        "error((h @ params['table'].T) @ params['table']",
+    ),
+    "short attention": ("quadratic_scores", "1024", "256"),
+    "heads that divide": ("padded_dim", "-1, 6, 128", "-1, 8, 96"),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_a_repaired_program_has_no_finding(name):
+    bad, old, new = QUIET[name]
+    source = textwrap.dedent(inspect.getsource(getattr(bad_programs, bad)))
+    assert old in source
+    scope = dict(vars(bad_programs))
+    exec(source.replace(old, new), scope)
+    made, settings = scope[bad]()
+    codes = {f.code for f in read_program(program_of(made, **settings), TWO_HOSTS).findings}
+    assert bad.replace("_", "-") not in codes
 
 
 def test_a_python_number_is_a_note():
