@@ -41,7 +41,8 @@ def draw_groups(mesh: Mapping[str, int], places: Sequence[Mapping[str, Any]], ax
     total = math.prod(mesh.values())
     more = "" if total <= len(groups) else f'<p class="note">the first {len(groups)} of {total} devices</p>'
     size = f"0 -22 {columns * _CELL} {rows * _CELL + 24}"
-    return f'<svg class="mesh" viewBox="{size}" role="img">{names}{"".join(cells)}</svg>{more}'
+    width = f"max-width: {1.4 * columns * _CELL:.0f}px"  # few devices are not magnified
+    return f'<svg class="mesh" style="{width}" viewBox="{size}" role="img">{names}{"".join(cells)}</svg>{more}'
 
 
 def group_numbers(mesh: Mapping[str, int], axes: Sequence[str]) -> list[int]:

@@ -41,7 +41,8 @@ rect.run, rect.transfer { stroke: var(--card); stroke-width: .5; vector-effect: 
 .spans .key::before { height: 11px; width: 11px; } .key.loop::before { background: var(--soft); } .key.wait::before { background: var(--bad); }
 .key.transfer::before { background: var(--good); }
 svg.mesh text.plane { fill: var(--soft); text-anchor: start; }
-@media (max-width: 700px) { .scroll table { min-width: 660px; } .line { grid-template-columns: 120px 1fr 74px; gap: 8px; } }
+@media (max-width: 700px) { .scroll table { min-width: 660px; } .line { grid-template-columns: 120px 1fr 74px; gap: 8px; }
+  .card b { font-size: 18px; } }
 </style>"""
 
 
@@ -153,7 +154,7 @@ def _memory(document: Mapping[str, Any]) -> str:
     limit, peak = memory["limit_bytes"], memory["peak_bytes"]
     bar = _stack(memory["parts"], max(limit, peak), max(peak, 1), format_bytes, " memory")
     host = (_line(f"{name}, on the host", 0, format_bytes(num), "") for name, num in memory["host_parts"].items())
-    columns = {"bytes": NUMBER, "array": WIDE, "source": WIDE, "operation": WIDE}
+    columns = {"bytes": NUMBER, "array": KEEP, "source": WIDE, "operation": WIDE}
     rows = [
         (format_bytes(b["bytes"]), b["shape"], code(shown_source(b["source"])), b["op_name"]) for b in memory["live"]
     ]

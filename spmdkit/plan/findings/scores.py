@@ -1,7 +1,7 @@
 """`quadratic-scores`: attention scores [..., T, S] are arrays in memory, instead of blocks in a kernel.
 
-Read from the jaxpr: a product that depends on the batch, with batch dims (examples, heads), whose result is as long
-along one free dim as along the other, and longer than twice the contracted dim.
+Read from the jaxpr: a product that depends on the batch, with batch dims (examples, heads). Its result is as long along
+one free dim as along the other, and longer than twice the contracted dim.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def find(step: CompiledStep) -> Iterator[Finding]:
                 continue
             if shape.dims.count(lines.get(source, -1)) > 1 and shape.bytes > found.get(source, (0, ""))[0]:
                 found[source] = shape.bytes, str(shape)
-    for source, (num_bytes, shape) in found.items():
+    for source, (num_bytes, array) in found.items():
         if not source.startswith("spmdkit/"):
             yield Finding(
                 "quadratic-scores",
-                f"{shape} ({format_bytes(num_bytes)} of each device) are scores of every position with every position",
+                f"{array} ({format_bytes(num_bytes)} of each device) are scores of every position with every position",
                 source,
                 "sk.attention(q, k, v) computes them in blocks; without spmdkit, jax.nn.dot_product_attention on GPU.",
             )

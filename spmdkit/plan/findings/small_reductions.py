@@ -19,11 +19,9 @@ SMALL_BYTES = 2**14
 
 def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields one finding for each line with many small all_reduces over the same axes."""
-    target = step.target
-    is_substitute = target is not None and target.chip.kind == "gpu" and target.compiler == "cpu"
     for c in step.bill.rows:
         runs = c.count * (c.trip_count or 1)
-        if is_substitute and not c.in_loop:
+        if step.is_substitute and not c.in_loop:
             continue
         if c.op != "all_reduce" or not c.counted or runs < MIN_RUNS or c.bytes_at_least > SMALL_BYTES * runs:
             continue
