@@ -194,6 +194,7 @@ def _gpu(
         inner=Link("pcie" if inner == pcie else "nvlink", inner, 3e-6),
         outer=Link("network", outer, 1e-5),
         host_link=Link("host", pcie, 1e-5),
+        # matmul: fitted to published runs on H100 (docs/published.md)
         efficiency=Efficiency(matmul=0.54, memory=0.85, link=0.8),
         devices_per_host=devices_per_host,
         # JAX reserves 75 % of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION sets another share; CUDA itself and NCCL
