@@ -4,7 +4,8 @@
     of a billion tokens      price of a step x 1e9 / tokens of a step
     hours to N tokens        N / tokens per second / 3600
 
-A price is looked up by the name of the machine if the target is one (`p5.48xlarge`), otherwise by the chip's name.
+A price is looked up by the name of the machine if the target is one (`p5.48xlarge`; for cluster.yaml: `cluster`),
+otherwise by the chip's name.
 Network, storage, restarts and evaluation are not included.
 """
 
@@ -71,7 +72,8 @@ def read_prices(path: Path | None = None) -> Prices:
 def cost_of(document: Mapping[str, Any], pricing: Pricing) -> dict[str, Any]:
     """Returns the money and time of a plan; a value is None if its price, its time or its tokens are unknown."""
     name = document["target"].removeprefix("gpu:").partition(":")[0]
-    name = name if name in GPU_MACHINES else document["chip"]
+    is_file = name.endswith((".yaml", ".yml"))
+    name = Path(name).stem if is_file else name if name in GPU_MACHINES else document["chip"]
     per_chip = pricing.prices.chip_hour.get(name)
     chip = CHIPS.get(document["chip"])
     num_chips = document["num_devices"] / (1 if chip is None else chip.devices_per_chip)

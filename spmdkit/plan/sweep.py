@@ -29,7 +29,7 @@ from spmdkit.plan.machine.target import parse_target
 from spmdkit.plan.points import Point, Row
 
 MAX_COMPILATIONS = 12
-FAMILIES = "tpu:v5p, gpu:h100, a3-megagpu-8g or cpu"
+FAMILIES = "tpu:v5p, gpu:h100, a3-megagpu-8g, cluster.yaml or cpu"
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,9 @@ def family_target(family: str, count: int) -> str:
     product = next((product for product, (chip, _) in TPU_PRODUCTS.items() if name in (product, chip)), None)
     if family == "cpu":
         return f"cpu:{count}"
-    if name in GPU_MACHINES:
-        return _whole(family, count, 8)
+    if name in GPU_MACHINES or family.endswith((".yaml", ".yml")):
+        one = parse_target(f"{family}:1")
+        return _whole(family, count, one.num_devices)
     if product is not None:
         chip, cores = TPU_PRODUCTS[product]
         return f"{product}-{count * cores / CHIPS[chip].devices_per_chip:g}"
@@ -136,7 +137,7 @@ def family_target(family: str, count: int) -> str:
 def _whole(family: str, count: int, per_host: int) -> str:
     if count % per_host:
         raise ConfigError(
-            f"--sweep devices={count}: {family} has {per_host} devices a machine. Try "
+            f"--sweep devices={count}: {family} has {per_host} devices a host or slice. Try "
             f"{-(-count // per_host) * per_host}."
         )
     return f"{family}:{count // per_host}"

@@ -136,7 +136,7 @@ def test_families_have_targets_of_a_size():
     families = ("cpu", "gpu:h100", "h200", "tpu:v5p", "v5litepod", "7x", "a3-megagpu-8g")
     sizes = [parse_target(family_target(family, 16)).num_devices for family in families]
     assert sizes == [16] * 7
-    with pytest.raises(ConfigError, match=r"has 8 devices a machine\. Try 16"):
+    with pytest.raises(ConfigError, match=r"has 8 devices a host or slice\. Try 16"):
         family_target("p5.48xlarge", 12)
     with pytest.raises(ConfigError, match="needs a family of targets, found cpu:8"):
         family_target("cpu:8", 4)

@@ -6,6 +6,7 @@
                         in a separate process (extra `gpu-plan`), without it for fake CPU devices
     v5p-256, v6e-256    the product: v5p-256 has 256 cores, which are 128 chips (4x4x8)
     a3-megagpu-8g:4     four of these machines, with their network; also p5.48xlarge
+    cluster.yaml        a machine that the user describes (machine_file.py); cluster.yaml:4 has four hosts or slices
     cpu:8               8 fake devices of this machine
     here                the devices of this machine
 
@@ -36,11 +37,12 @@ from spmdkit.foundation.constants import MAX_FAKE_DEVICES, fake_devices
 from spmdkit.foundation.formatting import nearest
 from spmdkit.mesh.chips import CHIPS, GPU_MACHINES, TPU_PRODUCTS, Chip, chip_of_device_kind
 from spmdkit.plan.machine.gpu_devices import gpu_devices, is_compiler_process, is_installed
+from spmdkit.plan.machine.machine_file import read_machine
 from spmdkit.program.memory import memory_limit
 
 _FORMS = (
     "tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:64, gpu:h200:8x8 (hosts x GPUs), v5p-256, "
-    "a3-megagpu-8g:4, cpu:8, here"
+    "a3-megagpu-8g:4, cluster.yaml (your own machine), cpu:8, here"
 )
 # libtpu reads these when it is loaded; they disable its search for a TPU and allow concurrent plans.
 _TPU_ENVIRONMENT = {
@@ -96,6 +98,10 @@ def parse_target(text: str) -> Target:
     Raises:
         ConfigError: an unknown form, chip or topology; the message lists the valid ones.
     """
+    if (described := read_machine(text.strip())) is not None:
+        chip, shape = described
+        parsed = (_parse_tpu if chip.kind == "tpu" else _parse_gpu)(text.strip(), chip, shape)
+        return replace(parsed, name=text.strip())
     if (product := _product(text.strip())) is not None:
         return product
     kind, _, rest = text.strip().partition(":")
