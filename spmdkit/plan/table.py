@@ -26,6 +26,8 @@ from spmdkit.plan.error_bars import error_bar_text
 WIDTH = 100
 MAX_ROWS = 12
 MAX_LINES = 10
+LEAST = 1e-4
+"""Share of the step that is shown."""
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -162,9 +164,9 @@ def _show_lines(document: Mapping[str, Any], out: Console) -> None:
     room = max(0, out.width - longest - 44)
     for row in rows[:MAX_LINES]:
         share = (row["seconds"] + row["exposed_s"]) / step_s
-        wait = format_seconds(row["exposed_s"]) if row["exposed_s"] else ""
+        wait = format_seconds(row["exposed_s"]) if row["exposed_s"] > LEAST * step_s else ""
         mfu = f"{row['flops'] / (row['seconds'] * peak):.0%}" if row["flops"] and row["seconds"] else ""
-        times = format_seconds(row["seconds"]) if row["seconds"] else ""
+        times = format_seconds(row["seconds"]) if row["seconds"] > LEAST * step_s else ""
         text = f"[dim]{escape(row['text'][:room])}[/]"
         table.add_row(shown_source(row["source"]) or "no line", times, wait, f"{share:.0%}", mfu, text)
     out.print(table)

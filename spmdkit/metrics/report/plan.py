@@ -174,7 +174,7 @@ def _time(document: Mapping[str, Any]) -> str:
 def _lines(document: Mapping[str, Any]) -> str:
     step_s, peak = document["predicted_step_s"], document["time"]["peak_flops_per_s"]
     columns = {"line": WIDE, "time": NUMBER, "wait": NUMBER, "share": NUMBER, "MFU": NUMBER, "text": WIDE}
-    known: Callable[[float], str] = lambda seconds: format_seconds(seconds) if seconds else ""
+    known: Callable[[float], str] = lambda seconds: format_seconds(seconds) if seconds > 1e-4 * step_s else ""
     rows = [
         (
             *(code(shown_source(row["source"]) or "no line"), known(row["seconds"]), known(row["exposed_s"])),
