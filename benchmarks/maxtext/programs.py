@@ -8,18 +8,23 @@
 import json
 import os
 import re
+import tempfile
 import time
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 NAMES = ("jax", "libtpu", "jax-cuda13-pjrt", "maxtext")
 """Packages with versions in the summary."""
+_FOLDER = tempfile.TemporaryDirectory(prefix="bench-maxtext-")
 
 
 def prepare():
     """Sets the environment of a process that compiles for devices that are not there; before JAX is imported."""
-    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "SPMDKIT_GPU_COMPILER": "1"}
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    from spmdkit.plan.machine.compiler_process import compiler_environment
+
+    os.environ |= compiler_environment(Path(_FOLDER.name))
 
 
 class Stopwatch:
