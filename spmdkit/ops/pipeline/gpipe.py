@@ -31,7 +31,7 @@ def forward(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> A
     """Returns the results of the head, summed over all microbatches (and parts of them). Shapes: layers [L, ...], rows
     [M b, ...]; embedding and head as the user's functions expect them."""
     schedule = pipe.schedule
-    chunks, rows = pipe.chunks(layers), pipe.microbatches(rows)
+    chunks, rows = pipe.groups(pipe.chunks(layers)), pipe.microbatches(rows)
     copies = lambda x: jnp.broadcast_to(x, (pipe.num_stages, *jnp.shape(x)))
     embedding, head = pipe.place(jax.tree.map(copies, (embedding, head)), AXIS)
     inbox = pipe.place(pipe.zeros(pipe.x_shapes), AXIS, "rows")

@@ -98,18 +98,19 @@ def one_f_one_b(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) 
 
 def _loss_and_gradient(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> tuple[Any, list[jax.Array]]:
     """Returns (sums over microbatches, gradient of the loss's sum for each floating point leaf)."""
-    loop = _TickLoop(pipe, embedding, pipe.chunks(layers), head, pipe.microbatches(rows))
-    end = _run(loop)
+    loop = _TickLoop(pipe, embedding, pipe.groups(pipe.chunks(layers)), head, pipe.microbatches(rows))
+    end, leaves = _run(loop), _floats(layers)[0]
     added: Callable[[list[jax.Array]], list[jax.Array]] = lambda parts: [x.sum(0) for x in parts]
-    of_layers = pipe.joined(end.grads.layers, _floats(layers)[0])
+    chunks = [jnp.concatenate(end.grads.layers[n :: len(leaves)], axis=2) for n in range(len(leaves))]
+    of_layers = pipe.joined(chunks, leaves)
     grads = [*added(end.grads.embedding), *of_layers, *added(end.grads.head)]
     return jax.tree.map(lambda x: x.sum(0), end.sums), grads
 
 
 @dataclasses.dataclass(frozen=True)
 class _TickLoop:
-    """The body of the loop over ticks. Chunks are [P, v, K, ...], rows [M, b, ...]; every result has a leading stage
-    dim."""
+    """The body of the loop over ticks. Chunks are groups of layers [P, v, G, ...], rows [M, b, ...]; every result has a
+    leading stage dim."""
 
     pipe: Pipe
     embedding: Any
@@ -216,7 +217,7 @@ class _TickLoop:
         return self.rows.map(lambda a: pick(a, micro))
 
     def _add_to_chunk(self, total: list[jax.Array], gradient: list[jax.Array], chunk: jax.Array) -> list[jax.Array]:
-        """Adds each stage's gradient [P, K, ...] to its chunk of [P, v, K, ...]."""
+        """Adds each stage's gradient [P, G, ...] to its chunk of [P, v, G, ...]."""
         if self.pipe.schedule.num_chunks == 1:
             return [t + p[:, None].astype(t.dtype) for t, p in zip(total, gradient, strict=True)]
 

@@ -23,9 +23,9 @@ from spmdkit.step import trace_context
 from spmdkit.step.row_order import join, split
 
 AXIS = "pipeline"
-UNROLLED_LAYERS = 8
-"""Layers of a stage that are written without a loop. A loop copies the weights and the gradients of each layer from and
-to the stacked arrays, in every tick."""
+SINGLE_LAYERS = 8
+"""Maximum number of layers of a chunk that are separate arrays in the loop over ticks. A loop over stacked layers
+copies the weights and the gradient of each layer from and to the stack, in every tick."""
 
 
 class Model(NamedTuple):
@@ -94,12 +94,16 @@ class Pipe:
     # ---- the user's functions
 
     def stage(self, stage: Any, chunk: Any, embedding: Any, weights: Any, x: Any, rows: Rows) -> Any:
-        """Returns x[b, ...] after one chunk of layers; the input of the first is the embedding of the rows."""
+        """Returns x[b, ...] after one chunk of layers, in groups; the input of the first is the embedding of the
+        rows."""
         with using_rows(self.context, rows):
             x = select((stage == 0) & (chunk == 0), fresh_trace(self.model.embed, embedding, rows.data), x)
-            first = (chunk * self.num_stages + stage) * jax.tree.leaves(weights)[0].shape[0]
-            layer = lambda x, w: fresh_trace(self.model.layer, x, w, rows.data)
-            return layers_in_order(layer, first, x, weights, UNROLLED_LAYERS)
+            nums = [jax.tree.leaves(group)[0].shape[0] for group in weights]
+            first = (chunk * self.num_stages + stage) * sum(nums)
+            for num, group in zip(nums, weights, strict=True):
+                x = layers_in_order(lambda x, w: fresh_trace(self.model.layer, x, w, rows.data), first, x, group)
+                first = first + num
+            return x
 
     def head(self, params: Any, x: Any, rows: Rows) -> Any:
         """Returns the result of the user's head for one part of a microbatch."""
@@ -154,6 +158,12 @@ class Pipe:
         P, v = self.num_stages, self.schedule.num_chunks
         shape: Callable[[jax.Array], tuple[int, ...]] = lambda w: (v, P, -1, *w.shape[self.stacked_dims :])
         return self.place(jax.tree.map(lambda w: jnp.swapaxes(w.reshape(shape(w)), 0, 1), layers), AXIS)
+
+    def groups(self, chunks: Any) -> list[Any]:
+        """Returns [P, v, K, ...] as groups of layers [P, v, G, ...]: single ones, or all of them."""
+        num = jax.tree.leaves(chunks)[0].shape[2]
+        size = 1 if num <= SINGLE_LAYERS else num
+        return [jax.tree.map(lambda w, i=i: w[:, :, i : i + size], chunks) for i in range(0, num, size)]
 
     def joined(self, chunks: list[jax.Array], layers: list[jax.Array]) -> list[jax.Array]:
         """Returns [P, v, K, ...] in the shapes of the layers. Wire: same as `chunks`."""
@@ -234,13 +244,8 @@ class Pipe:
 # ---- helpers
 
 
-def layers_in_order(layer: Callable[..., Any], first: Any, x: Any, weights: Any, unroll: int = 1) -> Any:
-    """Returns x[b, ...] after the layers of `weights` [K, ...].
-
-    Args:
-        first: number of the first of them.
-        unroll: layers in one iteration of the loop.
-    """
+def layers_in_order(layer: Callable[..., Any], first: Any, x: Any, weights: Any) -> Any:
+    """Returns x[b, ...] after the layers of `weights` [K, ...]. `first`: number of the first of them."""
     examples = trace_context.current_examples()
 
     def step(x: Any, numbered: Any) -> tuple[Any, None]:
@@ -253,7 +258,7 @@ def layers_in_order(layer: Callable[..., Any], first: Any, x: Any, weights: Any,
 
     num = jax.tree.leaves(weights)[0].shape[0]
     numbered = (first + jnp.arange(num, dtype=jnp.int32), weights)
-    return lax.scan(step, x, numbered, unroll=min(num, unroll))[0]
+    return lax.scan(step, x, numbered, unroll=num == 1)[0]
 
 
 def select(condition: Any, a: Any, b: Any) -> Any:
