@@ -1,28 +1,28 @@
 """The cause of a collective: the part of the parallelism strategy that needs it.
 
 Determined from, in this order: the innermost scope in its name (`spmdkit/reduce`, or the scope of an op;
-`spmdkit.step.trace_context`), the arrays (parameters, arrays of a parameter's size, scalars), and the axes with the op.
-A collective that matches no rule is `other`.
+`spmdkit.step.trace_context`), the values (where the operand comes from, where the result goes), and the axes with the
+op. Sizes of arrays do not matter. A collective that matches no rule is `other`.
 
-    metrics               an all_reduce of scalars: losses, counts, norms
-    gradient reduction    an all_reduce of parameter-sized arrays outside the forward pass
-    gradient scatter      a reduce_scatter of such arrays (not over tensor), or over fsdp in the backward pass
-    parameter gather      an all_gather (or an all_reduce in the forward pass) of data that originates in a parameter
-    update gather         an all_gather outside the forward and backward pass: new parameters of ZeRO 1 and 2
-    context, expert, pipeline, tensor    by the axis, for arrays that are not parameters
+    metrics               an all_reduce of scalars, or in the forward pass with a result that the step returns
+    optimizer             a sum in the optimizer's update: norms, statistics
+    gradient reduction    an all_reduce with a result that the update receives without further products
+    gradient scatter      a reduce_scatter of this kind, or over fsdp in the backward pass
+    parameter gather      an all_gather (or an all_reduce in the forward pass) of data that originates in a parameter;
+                          over fsdp alone also of computed floats
+    update gather         an all_gather in or after the update: new parameters of ZeRO 1 and 2
+    context, expert, pipeline, tensor    by the axis, for all other arrays
     activation            any other collective over model axes in the forward or backward pass
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spmdkit.mesh.mesh import spec_axes
 from spmdkit.plan.hlo.collectives import HloCollective
-from spmdkit.plan.hlo.loops import Visit
+from spmdkit.plan.hlo.loops import CALLS, Site, Visit
 from spmdkit.plan.hlo.text import SAME, Computation, Instruction, Module
 from spmdkit.step import trace_context
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CAUSES = (
     "gradient reduction", "agreement of groups", "gradient scatter", "parameter gather", "update gather",
     "context ring", "context exchange", "expert dispatch", "pipeline transfer", "tensor activation", "activation",
-    "metrics", "other",
+    "optimizer", "metrics", "other",
 )  # fmt: skip
 OF_DATA_PARALLELISM = frozenset({"gradient reduction", "gradient scatter", "parameter gather", "update gather"})
 """Causes of data parallelism and ZeRO: their bytes do not depend on the batch."""
@@ -47,32 +47,22 @@ _OF_OPS = {
 }
 """Scope of an op -> (mesh axis of the op, cause)."""
 
+_VOCAB = trace_context.VOCAB
 _SCOPE = re.compile(r"spmdkit/\w+")
 _JOINED = re.compile(r"(?:^|/)\(")
 
 
 class Leaf(NamedTuple):
-    """A parameter on one device: `sizes` are its numbers of elements, sharded over all, some or none of its axes and
-    fsdp. `name` is that of the program's argument in a step that does not use spmdkit."""
+    """A parameter. `name` is that of the program's argument in a step that does not use spmdkit."""
 
     path: str
-    sizes: frozenset[int]
     name: str = ""
 
 
 def leaves_of(program: Program) -> tuple[Leaf, ...]:
-    """Returns the parameters of a program. For a leaf of stacked layers, `sizes` includes the size of one layer."""
-    leaves = []
-    for p in program.layout:
-        if not p.path.startswith("params"):
-            continue
-        full = math.prod(p.shape)
-        sizes = {full}
-        for axis in {*spec_axes(p.spec), "fsdp"}:
-            sizes |= {size // program.sizes[axis] for size in sizes}
-        layers = {n // p.shape[0] for n in sizes if len(p.shape) > 1 and p.shape[0]}
-        leaves.append(Leaf(p.path, frozenset((sizes | layers) - {0}), program.argument_names.get(p.path, "")))
-    return tuple(leaves)
+    """Returns the parameters of a program."""
+    parameters = (p for p in program.layout if p.path.startswith("params"))
+    return tuple(Leaf(p.path, program.argument_names.get(p.path, "")) for p in parameters)
 
 
 def strategy_of(module: Module, found: HloCollective, visit: Visit, leaves: Sequence[Leaf]) -> str:
@@ -81,25 +71,33 @@ def strategy_of(module: Module, found: HloCollective, visit: Visit, leaves: Sequ
     if op == "all_reduce" and all(shape.size == 1 for shape in found.shapes):
         return "metrics"
     scopes = _SCOPE.findall(first_path(name))[::-1]  # innermost first
+    is_of_optimizer = trace_context.OPTIMIZER in scopes[:1]
     backward = "transpose(" in name
     forward = "jvp(" in name and not backward
     if trace_context.SYNC in scopes[:1]:
         return "agreement of groups"
-    if trace_context.REDUCE in scopes[:1]:
+    all_scopes = _SCOPE.findall(name)  # also of the operations that XLA merged into it
+    if trace_context.REDUCE in scopes[:1] or (is_of_optimizer and trace_context.REDUCE in all_scopes):
         return "gradient scatter" if found.op == "reduce_scatter" else "gradient reduction"
-    like_parameters = _like_parameters(found, leaves)
-    if op == "all_reduce" and like_parameters and (not forward or "pipeline" in axes):  # manual backward pass in 1f1b
-        return "gradient reduction"
+    if is_of_optimizer:
+        return "update gather" if op == "all_gather" else "optimizer"
+    destination = destination_of(module, visit)
+    is_gradient = destination == "update" or (destination == "outside" and backward)
+    if is_gradient and op in ("all_reduce", "reduce_scatter"):
+        return "gradient scatter" if op == "reduce_scatter" else "gradient reduction"
+    if destination == "output" and op == "all_reduce" and forward:
+        return "metrics"
     for axis, cause in (_OF_OPS[s] for s in scopes if s in _OF_OPS):
         if axis in axes:
             return cause
-    if (op == "all_gather" or forward) and _is_parameter(origin_of(module, visit) or "", leaves):
+    origin = origin_of(module, visit)
+    if (op == "all_gather" or forward) and _is_parameter(origin or "", leaves):
         return "parameter gather"
-    if op == "all_gather" and not forward and not backward and like_parameters:
+    if op == "all_gather" and not forward and not backward and destination == "output":
         return "update gather"
-    if op == "reduce_scatter" and "tensor" not in axes and (like_parameters or (backward and axes == {"fsdp"})):
+    if op == "reduce_scatter" and backward and axes == {"fsdp"}:
         return "gradient scatter"
-    if op == "all_gather" and like_parameters and axes <= {"fsdp"}:
+    if op == "all_gather" and axes == {"fsdp"} and origin is None and _is_float(found) and scopes[:1] != [_VOCAB]:
         return "parameter gather"
     if "pipeline" in axes:
         return "pipeline transfer"
@@ -129,12 +127,8 @@ def _is_parameter(argument: str, leaves: Sequence[Leaf]) -> bool:
     return ".params" in own.split("[")[0] or any(own == leaf.name != "" for leaf in leaves)
 
 
-def _like_parameters(found: HloCollective, leaves: Sequence[Leaf]) -> bool:
-    """Returns whether most of the bytes are in arrays with as many elements as a parameter (or as one layer of it)."""
-    known = {size for leaf in leaves for size in leaf.sizes}
-    factor = found.group_size if found.op == "all_gather" else 1
-    like = sum(s.bytes for s in found.shapes if s.size * factor in known or s.size in known)
-    return 2 * like > sum(s.bytes for s in found.shapes)
+def _is_float(found: HloCollective) -> bool:
+    return found.dtype.startswith(("f", "bf"))
 
 
 _MOVES = {
@@ -178,3 +172,53 @@ def _only_moves(fused: Computation) -> bool:
         j.opcode in allowed and (j.opcode not in ("add", "select", "compare", "clamp") or j.bytes <= 8)
         for j in fused.instructions
     )
+
+
+_COMPUTES = {
+    "dot", "convolution", "custom-call", "reduce", "reduce-window", "scatter", "gather", "sort", "while", "conditional",
+}  # fmt: skip
+"""Operations that compute with several elements; all others only move or combine arrays element by element."""
+
+
+def destination_of(module: Module, visit: Visit) -> str:
+    """Returns where the result of a collective goes without further products and sums.
+
+    `update`: to the reduction over replicas or the optimizer, by their scopes. `outside`: to an operation outside of
+    the forward and backward pass. `output`: the step returns it. Empty: a pass computes with it.
+    """
+    waiting: list[tuple[Instruction, Site | None, int | None]] = [(visit.instruction, visit.site, None)]
+    seen, reached = set[Any](), set[str]()
+    while waiting:
+        i, site, index = waiting.pop()
+        if (id(i), id(site), index) in seen:
+            continue
+        seen.add((id(i), id(site), index))
+        if i.is_root:
+            if site is None:
+                reached.add("output")
+            else:
+                waiting.append((site.caller, site.outer, index))
+        for user in module.around(i).users[i.name]:
+            if user.opcode == "get-tuple-element" and index not in (None, int(user.attribute("index") or 0)):
+                continue
+            if goal := _goal(user):
+                reached.add(goal)
+            elif not _computes(module, user):
+                position = user.operands.index(i.name) if user.opcode == "tuple" else None
+                waiting.append((user, site, position))
+    return next((goal for goal in ("update", "outside", "output") if goal in reached), "")
+
+
+def _goal(user: Instruction) -> str:
+    scopes = _SCOPE.findall(user.op_name)
+    if trace_context.OPTIMIZER in scopes or trace_context.REDUCE in scopes:
+        return "update"
+    is_outside = user.op_name and "jvp(" not in user.op_name and "transpose(" not in user.op_name
+    return "outside" if is_outside else ""
+
+
+def _computes(module: Module, user: Instruction) -> bool:
+    inner = [
+        j for name in user.called.get(CALLS.get(user.opcode, ""), ()) for j in module.computations[name].instructions
+    ]
+    return user.opcode in _COMPUTES or any(j.opcode in _COMPUTES for j in inner)

@@ -71,7 +71,7 @@ def _nearest(module: Module, start: Instruction, good: Callable[[Instruction], b
         for _ in range(_NEAR):
             layer = list({j.name: j for i in layer for j in neighbours(i) if j.name not in seen}.values())
             seen |= {j.name for j in layer}
-            for j in layer:
+            for j in sorted(layer, key=lambda j: -j.bytes):  # of a merged collective, the largest array
                 fused = (k for name in j.calls for k in reversed(module.computations[name].instructions))
                 if (nearest := next((k for k in (j, *fused) if good(k)), None)) is not None:
                     return nearest
