@@ -1,6 +1,6 @@
-"""Saves what the TPU compiler makes of some programs with known traffic, so that reading it is tested without libtpu.
+"""Saves what the compilers of TPUs and GPUs make of some programs, so that reading it is tested without them.
 
-    python tests/plan/save_texts.py      (with the extra tpu installed)
+    python tests/plan/save_texts.py [gpu]      (with the extra tpu installed, or gpu-plan)
 
 Paths of files and the compiler's own notes are taken out; nothing that the parser reads is changed.
 """
@@ -17,7 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from spmdkit.config import load_config
+from spmdkit.config import load_config, parse_config
+from spmdkit.plan.machine.compiler_process import in_compiler_process
 from spmdkit.plan.machine.target import open_target, parse_target
 from spmdkit.program.opening import open_program, task_of
 from tests.plan.golden_collectives import LITTLE_TEXT
@@ -61,6 +62,25 @@ def _moved(target, shape, function, before, after):
     return jax.jit(run).lower(w).compile().as_text()
 
 
+GPT = {
+    "task": f"{Path(__file__).parents[2] / 'examples' / 'gpt.py'}:task",
+    "task_args": {
+        "width": 256, "layers": 4, "heads": 4, "hidden": 512, "vocab": 512, "context": 512, "random_tokens": True,
+    },
+    "batch_size": 32,
+    "precision": "bfloat16",
+    "learning_rate": 1e-3,
+    "mesh": {"data": 2, "tensor": 4},
+}  # fmt: skip
+"""A GPT with the attention of cuDNN, on 8 GPUs."""
+
+
+def gpt_on_gpus(machine):
+    """Returns the text of the step of `GPT`."""
+    config = parse_config(GPT)
+    return {"text": open_program(config, task_of(config), machine.devices).compiled.as_text()}
+
+
 def save(name, text):
     text = re.sub(r'^(\d+) ".*/([^/"]*)"$', r'\1 "/home/user/\2"', text, flags=re.M)
     text = re.sub(r'"debug":"(?:[^"\\]|\\.)*"', '"debug":""', text)
@@ -76,9 +96,10 @@ def step(name, target):
 
 
 if __name__ == "__main__":
+    if "gpu" in sys.argv:
+        save("gpt_h100", in_compiler_process(gpt_on_gpus, open_target(parse_target("gpu:h100:8")))["text"])
+        sys.exit()
     for name, target in SAVED.items():
         save(name, compiled(name, open_target(parse_target(target)).devices).as_text())
     save("gather_over_a_torus", gather_over_a_torus())
     save("scatter_in_a_fusion", scatter_in_a_fusion())
-    for name, target in STRATEGIES.items():
-        save(f"{name}_step", step(name, target))

@@ -29,7 +29,7 @@ from spmdkit.plan.step_time import LinkTime
 from spmdkit.program import compile_log
 from spmdkit.program.program import Program
 from tests.plan import bad_programs
-from tests.plan.bad_programs import good_loss, lines_to_blame, task
+from tests.plan.bad_programs import BOUND, good_loss, lines_to_blame, task
 from tests.support.core_runs import program_of
 
 SUBSTITUTE = parse_target("gpu:h100:2x4")
@@ -74,6 +74,14 @@ def test_a_good_program_has_no_findings(name):
     rules = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
     program = program_of(task(careful_loss, rules=rules), **GOOD[name])
     assert read_program(program, replace(parse_target("gpu:h100:8"), compiler="gpu")).findings == ()
+
+
+def test_a_shard_as_large_as_a_gradient_is_no_finding():
+    """A device's hidden[2048, 128] has as many elements as the gradients of `up`[256, 512] on two replicas."""
+    rules = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
+    made = task(careful_loss, rules=rules, train_data=bad_programs.data(4096))
+    program = program_of(made, mesh={"data": 2, "tensor": 4}, batch_size=4096, layout=BOUND)
+    assert "silent-replication" not in {f.code for f in read_program(program, TWO_HOSTS).findings}
 
 
 def test_work_that_replicas_share_is_no_finding():

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import spmdkit as sk
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.mesh.chips import CHIPS
+from tests.plan.save_texts import GPT
 from tests.support.plan_files import write
 
 pytestmark = pytest.mark.gpu
-
-GPT = f"{Path(__file__).parents[2] / 'examples' / 'gpt.py'}:task"
-SIZES = {"width": 256, "layers": 4, "heads": 4, "hidden": 512, "vocab": 512, "context": 512, "random_tokens": True}
-SMALL = {"task": GPT, "task_args": SIZES, "batch_size": 32, "precision": "bfloat16", "learning_rate": 1e-3}
+CAUSES = {"tensor activation", "gradient reduction", "optimizer", "metrics"}
 
 
 def plan(tmp_path, target, *arguments, code=0, **changes):
@@ -42,7 +39,7 @@ def make(devices):
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory):
     """The plan of a small GPT on two hosts of four H100."""
-    return plan(tmp_path_factory.mktemp("gpt"), "gpu:h100:2x4", **SMALL)[0]
+    return plan(tmp_path_factory.mktemp("gpt"), "gpu:h100:2x4", **GPT)[0]
 
 
 def test_h100_is_planned_by_its_own_compiler(gpt):
@@ -50,6 +47,8 @@ def test_h100_is_planned_by_its_own_compiler(gpt):
     assert not any("CPU devices" in note for note in gpt["notes"])
     assert {row["link"] for row in gpt["collectives"]} == {"nvlink", "network"}
     assert any(row["async"] for row in gpt["collectives"])
+    assert gpt["flops"] == pytest.approx(gpt["model_flops"], rel=0.02)  # cuDNN's attention included
+    assert gpt["findings"] == [] and set(gpt["wire"]["by_cause"]) == CAUSES
 
 
 @pytest.mark.forms(2)
@@ -79,7 +78,7 @@ def test_a_crash_of_the_compiler_is_one_message():
 def test_a_failure_of_the_compiler_is_one_message(tmp_path):
     names = ("xla_gpu_enable_while_loop_double_buffering", "xla_gpu_enable_pipelined_all_gather")
     options = dict.fromkeys(names, True)
-    settings = {**SMALL, "mesh": {"fsdp": 8}, "remat": "full", "compiler_options": options}
+    settings = {**GPT, "mesh": {"fsdp": 8}, "remat": "full", "compiler_options": options}
     found, errors = plan(tmp_path, "gpu:h100:8", code=78, **settings)
     assert found is None and "Traceback" not in errors
     assert "the compiler of gpu failed: Bad StatusOr access: INTERNAL: RET_CHECK failure" in errors
