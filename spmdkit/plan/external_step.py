@@ -44,6 +44,7 @@ from spmdkit.plan.machine.calibrate import with_measured
 from spmdkit.plan.machine.compiler_process import in_compiler_process
 from spmdkit.plan.machine.links import crossing_axes
 from spmdkit.plan.machine.target import Target, open_target, parse_target, substitute_notes, target_of
+from spmdkit.plan.trace import write_trace
 from spmdkit.program import memory
 from spmdkit.program.script_program import ScriptProgram, donated_arguments
 from spmdkit.step import trace_context
@@ -96,6 +97,10 @@ class StepPlan:
         from spmdkit.metrics.report.plan import write_page
 
         write_page(self.document, Path(path))
+
+    def write_timeline(self, path: Path | str) -> None:
+        """Writes the timeline of one layer, for ui.perfetto.dev."""
+        write_trace(self.document, Path(path))
 
 
 def plan_step(step: Callable[..., Any] | Make, *arguments: Any, target: str | None = None) -> StepPlan:

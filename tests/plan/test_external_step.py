@@ -106,7 +106,7 @@ def test_flax_mnist_with_shardings_in_its_jit():
     assert "and 12 more" in by_code["donation-not-used"]["message"]
 
 
-def test_step_is_passed_with_its_arguments():
+def test_step_is_passed_with_its_arguments(tmp_path):
     step, arguments = steps.make_transformer(np.array(jax.devices()))
     direct = sk.plan_step(step, *arguments)
     same = ("mesh", "collectives", "collective_bytes", "memory", "flops", "findings")
@@ -114,6 +114,8 @@ def test_step_is_passed_with_its_arguments():
     text = str(direct)
     assert "dp 4 x tp 2" in text and "gradient" in text and "Findings  none" in text
     assert max(map(len, text.splitlines())) <= 100
+    direct.write_timeline(tmp_path / "layer.json")
+    assert json.loads((tmp_path / "layer.json").read_text())["traceEvents"]
     on_gpus = sk.plan_step(step, *arguments, target="gpu:h100:8").document
     assert {row["link"] for row in on_gpus["collectives"]} == {"nvlink"}
     assert on_gpus["collective_bytes"] == direct.document["collective_bytes"]
@@ -227,9 +229,14 @@ def test_wrong_arguments_are_one_message():
 
 
 def test_command_plans_a_function_of_a_file(alone, capsys, tmp_path):
-    page = tmp_path / "plan.html"
-    main(["plan", f"{FILE}:make_mnist", "--target", "cpu:8", "--json", "--html", str(page)])
+    page, layer = tmp_path / "plan.html", tmp_path / "layer.json"
+    files = ["--html", str(page), "--timeline", str(layer)]
+    main(["plan", f"{FILE}:make_mnist", "--target", "cpu:8", "--json", *files])
     found = json.loads(capsys.readouterr().out)
+    events = [e for e in json.loads(layer.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert len(events) == len(found["timeline"]["spans"]) > 0
+    seconds = sum(row["seconds"] + row["exposed_s"] for row in found["lines"])
+    assert seconds == pytest.approx(found["predicted_step_s"])
     assert found["collective_bytes"] == plan(steps.make_mnist)["collective_bytes"]
     assert (found["source"], found["mesh"]) == (f"{FILE}:make_mnist", {"batch": 8})
     assert "gradient reduction" in page.read_text()
