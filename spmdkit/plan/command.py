@@ -47,6 +47,7 @@ from spmdkit.plan.sweep import (
 )
 from spmdkit.plan.table import show, show_candidates
 from spmdkit.plan.trace import write_trace
+from spmdkit.program.saved_step import make_folder
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ def _plan(config: Config, machine: Target, options: PlanOptions) -> Document:
             f"--save-compiled has no effect for {machine.name}: on a GPU, XLA selects kernels by measuring them, and "
             "the plan does not. The target has to be tpu, cpu or here. Leave it out."
         )
+    if options.save_compiled is not None:
+        make_folder(options.save_compiled)  # before the compilation, which may take minutes
     return plan_on(config, machine, options.save_compiled)
 
 
@@ -228,7 +231,8 @@ def _is_step(path: Path) -> bool:
 
 
 def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
-    """Rejects options that have no effect together."""
+    """Rejects options that have no effect together, and a wrong file of prices, before anything is compiled."""
+    options.pricing()
     if _is_step(path) and (overrides or options.search or options.write or options.diff or options.calibrate):
         raise ConfigError(
             f"{path} is a function, and takes only --target, --json, --html and --timeline: overrides and the other "

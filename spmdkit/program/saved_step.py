@@ -38,22 +38,31 @@ _MAGIC = b"spmdkit step 1\n"
 _DIGEST_BYTES, _LENGTH_BYTES = 32, 8
 
 
+def make_folder(folder: Path) -> None:
+    """Creates the folder of `save_step`, if it does not exist.
+
+    Raises:
+        ConfigError: it cannot be created, or is open to others.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=compile_cache.FOLDER_MODE)
+        why = compile_cache.not_private(folder)
+    except OSError as error:
+        raise ConfigError(f"--save-compiled: {folder} cannot be created ({error.strerror}). Name another.") from error
+    if why:
+        raise ConfigError(
+            f"--save-compiled: {folder} {why}. Its contents are executed, so that it must be yours alone. Run chmod "
+            f"700 {folder}, or name another folder."
+        )
+
+
 def save_step(program: Program, folder: Path) -> Path:
     """Compiles the step of a program if necessary, and writes it to a folder. Returns the file.
 
     Raises:
         ConfigError: the folder is open to others or cannot be written, or JAX cannot serialize the step.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=compile_cache.FOLDER_MODE)
-        why = compile_cache.not_private(folder)
-    except OSError as error:
-        why = f"cannot be created ({error.strerror})"
-    if why:
-        raise ConfigError(
-            f"--save-compiled: {folder} {why}. Its contents are executed, so that it must be yours alone. Run chmod "
-            f"700 {folder}, or name another folder."
-        )
+    make_folder(folder)
     compiled, facts = program.compiled, json.dumps(_facts(program)).encode()
     try:
         pickled = serialize_executable.serialize(compiled)[0]

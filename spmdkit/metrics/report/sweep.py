@@ -12,11 +12,12 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.files import write_text
 from spmdkit.foundation.formatting import format_count
 from spmdkit.metrics.report.chart import BOTTOM, LEFT, RIGHT, TOP, Scale, axes
-from spmdkit.metrics.report.page import KEEP, NUMBER, WIDE, heading, page, paragraph, section, table
+from spmdkit.metrics.report.page import KEEP, heading, page, paragraph, section, table
 
 WIDTH, HEIGHT = 440, 280
 INCHES, DPI = (5.0, 4.0), 120
 STYLES = ("train", "eval")
+NUMBER = ' class="number keep"'
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Chart:
 
     @property
     def is_log(self) -> bool:
-        """Whether the x axis is logarithmic: the values are positive and span more than a factor of 4."""
-        return min(self.ticks) > 0 and max(self.ticks) > 4 * min(self.ticks)
+        """Whether the x axis is logarithmic: the values are positive and span at least a factor of 4."""
+        return min(self.ticks) > 0 and max(self.ticks) >= 4 * min(self.ticks)
 
 
 def write_page(
@@ -65,7 +66,7 @@ def write_page(
     Raises:
         ConfigError: the file cannot be written.
     """
-    columns = {column: (KEEP if number < 2 else NUMBER) for number, column in enumerate(head)} | {head[-1]: WIDE}
+    columns = {column: KEEP if number < 2 else NUMBER for number, column in enumerate(head)}
     shown = table(columns, rows) + "".join(paragraph(note, "note after") for note in notes)
     drawn = "".join(f"<div><h3>{escape(chart.label)}</h3>{draw(chart)}</div>" for chart in charts if chart.points)
     body = [heading(name, [], []), section("Plans", shown)]
