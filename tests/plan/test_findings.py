@@ -21,7 +21,7 @@ from spmdkit.foundation import plugins
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.compiled_step import read_program
 from spmdkit.plan.document import plan_program
-from spmdkit.plan.findings import allreduce_for_gather, exposed, padding, pointless_gather
+from spmdkit.plan.findings import allreduce_for_gather, exposed, padding, pointless_gather, unused_parameters
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.jaxpr_lines import paths
 from spmdkit.plan.machine.target import parse_target
@@ -283,6 +283,15 @@ def test_a_repaired_program_has_no_finding(name):
     made, settings = scope[bad]()
     codes = {f.code for f in read_program(program_of(made, **settings), TWO_HOSTS).findings}
     assert bad.replace("_", "-") not in codes
+
+
+def test_parameters_of_a_custom_step_are_not_reported():
+    def train_step(state, batch):
+        grads = jax.grad(lambda params: (params["up"] ** 2).sum())(state.params)
+        return state.apply_gradients(grads), {"loss": batch["x"].mean()}
+
+    program = program_of(task(None, train_step=train_step), mesh={"data": 8})
+    assert list(unused_parameters.find(read_program(program))) == []
 
 
 def test_a_python_number_is_a_note():

@@ -1,6 +1,7 @@
 """`unused-parameter`: the loss does not depend on a parameter, which takes memory and time in every step.
 
-Read from the jaxpr: removing what the loss does not need also removes the parameter.
+Read from the jaxpr: removing what the loss does not need also removes the parameter. Not reported for a user-defined
+`train_step`, which may have losses that it does not return.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from spmdkit.plan.findings import Finding
 
 def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields at most one finding, with the largest of the parameters."""
-    program = step.program
+    program, task = step.program, getattr(step.program, "task", None)
+    if task is None or task.train_step is not None:
+        return
     outputs = [path.split("/") for path, _ in named_leaves(program.traced.out_info)]
-    wanted = [path[-1] == "loss" for path in outputs]
+    wanted = [path == ["1", "loss"] for path in outputs]  # of (state, metrics)
     if not any(wanted):
         return
     leaves = zip(program.layout, compat.used_inputs(step.jaxpr, wanted), strict=False)
@@ -27,7 +30,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         return
     largest = max(unused, key=lambda leaf: leaf.num_bytes)
     more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-    code = getattr(getattr(getattr(program, "task", None), "init", None), "__code__", None)
+    code = getattr(task.init, "__code__", None)
     yield Finding(
         "unused-parameter",
         (
