@@ -79,7 +79,8 @@ def test_a_step_without_a_program_has_a_page(plan):
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium (make test tries)")
 @pytest.mark.parametrize("pixels", [1400, 420])
 def test_a_browser_shows_the_page(plan, tmp_path, pixels):
-    page = write_page(plan, tmp_path / "plan.html")
+    long = {"severity": "note", "code": "code", "message": "a" * 90, "source": "b" * 90, "fix": "c" * 90}
+    page = write_page(plan | {"findings": [long]}, tmp_path / "plan.html")
     # A probe is put into a copy: the page itself runs nothing.
     count = "document.querySelectorAll('{}').length"
     counts = f"{count.format('svg.mesh rect')}, {count.format('.stack.memory i')}"

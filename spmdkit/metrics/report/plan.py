@@ -29,7 +29,7 @@ _STYLE = """<style>
 .line span:last-child { text-align: right; font-variant-numeric: tabular-nums; }
 .finding { border-left: 4px solid var(--soft); padding: 2px 0 2px 14px; margin: 12px 0; }
 .finding.error { border-color: var(--bad); } .finding.warning { border-color: var(--eval); } .finding.note { border-color: var(--train); }
-.finding p { margin: 2px 0; } code { font: 13px ui-monospace, "Liberation Mono", Menlo, monospace; }
+.finding p { margin: 2px 0; } p { overflow-wrap: anywhere; } code { font: 13px ui-monospace, "Liberation Mono", Menlo, monospace; }
 section > h3, section > div > h3 { margin-top: 16px; } .note { margin: 6px 0; } td.number { white-space: nowrap; }
 .meshes { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 20px; }
 svg.mesh { width: 100%; height: auto; max-height: 360px; } svg.mesh text { fill: #fff; font-size: 11px; text-anchor: middle; }
@@ -154,7 +154,7 @@ def _memory(document: Mapping[str, Any]) -> str:
     limit, peak = memory["limit_bytes"], memory["peak_bytes"]
     bar = _stack(memory["parts"], max(limit, peak), max(peak, 1), format_bytes, " memory")
     host = (_line(f"{name}, on the host", 0, format_bytes(num), "") for name, num in memory["host_parts"].items())
-    columns = {"bytes": NUMBER, "array": KEEP, "source": WIDE, "operation": WIDE}
+    columns = {"bytes": NUMBER, "array": KEEP, "source": KEEP, "operation": WIDE}
     rows = [
         (format_bytes(b["bytes"]), b["shape"], code(shown_source(b["source"])), b["op_name"]) for b in memory["live"]
     ]
@@ -173,7 +173,7 @@ def _time(document: Mapping[str, Any]) -> str:
 
 def _lines(document: Mapping[str, Any]) -> str:
     step_s, peak = document["predicted_step_s"], document["time"]["peak_flops_per_s"]
-    columns = {"line": WIDE, "time": NUMBER, "wait": NUMBER, "share": NUMBER, "MFU": NUMBER, "text": WIDE}
+    columns = {"line": KEEP, "time": NUMBER, "wait": NUMBER, "share": NUMBER, "MFU": NUMBER, "text": WIDE}
     known: Callable[[float], str] = lambda seconds: format_seconds(seconds) if seconds > 1e-4 * step_s else ""
     rows = [
         (
