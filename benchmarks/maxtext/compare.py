@@ -1,6 +1,6 @@
 """The train step of spmdkit against MaxText's own step, at the same shapes, by the same compiler, read by one reader.
 
-    python benchmarks/maxtext/compare.py [--only CHIP/STRATEGY ...] [--again] [--python PYTHON]
+    python benchmarks/maxtext/compare.py [--only CHIP/STRATEGY ...] [--again] [--read] [--python PYTHON]
 
 Compiles the cells of `cells.yaml` that are not measured, in the environment of `requirements.txt`, and writes each into
 `results.json` when it is done; writes docs/maxtext.md. Ends with 1 if a ratio is above LIMIT and has no cause under
@@ -313,12 +313,14 @@ def main():
     parser.add_argument("--python", default=str(ROOT / ".venv-maxtext" / "bin" / "python"))
     parser.add_argument("--only", nargs="*", default=[""], help="prefixes of cells, v5p/fsdp")
     parser.add_argument("--again", action="store_true", help="measure the cells again; MaxText's programs are reused")
+    parser.add_argument("--read", action="store_true", help="read saved programs of measured cells again")
     arguments = parser.parse_args()
     wanted = {name: cell for name, cell in cells().items() if name.startswith(tuple(arguments.only or [""]))}
     if not wanted:
         parser.error(f"--only {' '.join(arguments.only)} is no prefix of a cell: {', '.join(cells())}")
     for name, cell in wanted.items():
-        if is_current(read_results().get(name), cell) and not arguments.again:
+        reads = arguments.read and all(_is_compiled(BUILD / name / side, cell[side]) for side in SIDES)
+        if is_current(read_results().get(name), cell) and not (arguments.again or reads):
             continue
         if not Path(arguments.python).exists():
             parser.error(f"--python {arguments.python} does not exist. `make bench-maxtext` creates the environment.")
