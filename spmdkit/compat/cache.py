@@ -19,6 +19,23 @@ def has_compilation_cache() -> bool:
 
 
 @contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Context in which JAX compiles and reads no cache. A CPU executable from a cache cannot be serialized: another
+    process finds no kernels in it (`Function add_kernel not found`, jax 0.10.2)."""
+    from jax._src import compilation_cache
+
+    config: Any = jax.config
+    before = config.jax_enable_compilation_cache
+    config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
 def compilation_cache(store: Any, path: str, min_s: float) -> Iterator[None]:
     """Context in which JAX stores programs that took `min_s` or longer to compile in `store` (`get(key)`, `put(key,
     bytes)`), in every process. `path` is a separate folder for XLA's autotuning cache."""

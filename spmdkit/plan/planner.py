@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from spmdkit.compat.cache import without_compilation_cache
 from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, replace_keys, to_yaml
 from spmdkit.errors import ConfigError, SpmdkitError
@@ -47,10 +48,11 @@ def plan_on(config: Config, machine: Target, save: Path | None = None) -> Docume
     if not machine.devices:
         return in_compiler_process(_plan_apart, machine, config)
     machine, call_s = with_measured(machine)
-    program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes, log)
-    document = plan_program(program, machine, call_s)
-    if save is not None and document["fits"]:
-        save_step(program, save)
+    with contextlib.nullcontext() if save is None else without_compilation_cache():
+        program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes, log)
+        document = plan_program(program, machine, call_s)
+        if save is not None and document["fits"]:
+            save_step(program, save)
     return document
 
 

@@ -29,6 +29,7 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
+from spmdkit.compat.cache import without_compilation_cache
 from spmdkit.errors import ConfigError
 from spmdkit.program import compile_cache, compiler
 from spmdkit.program.program import Program
@@ -57,13 +58,16 @@ def make_folder(folder: Path) -> None:
 
 
 def save_step(program: Program, folder: Path) -> Path:
-    """Compiles the step of a program if necessary, and writes it to a folder. Returns the file.
+    """Compiles the step of a program, and writes it to a folder. Returns the file. A program that is compiled already
+    must not be from a cache (`without_compilation_cache`).
 
     Raises:
         ConfigError: the folder is open to others or cannot be written, or JAX cannot serialize the step.
     """
     make_folder(folder)
-    compiled, facts = program.compiled, json.dumps(_facts(program)).encode()
+    facts = json.dumps(_facts(program)).encode()
+    with without_compilation_cache():
+        compiled = program.compiled
     try:
         pickled = serialize_executable.serialize(compiled)[0]
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:

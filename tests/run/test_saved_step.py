@@ -22,8 +22,9 @@ def opened(folder, **changes):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder with the compiled step, made once."""
+    """The folder with the compiled step, made once, while JAX's compile cache has the step."""
     folder = tmp_path_factory.mktemp("saved") / "private"
+    assert opened(folder).compiled
     save_step(opened(folder), folder)
     return folder
 
