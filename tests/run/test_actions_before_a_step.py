@@ -105,6 +105,7 @@ def swapped(**fields):
     )
 
 
+@pytest.mark.forms(6)
 @pytest.mark.parametrize("fields", [{"params": "ema"}, {"ema": "params"}])
 @pytest.mark.parametrize("mesh", [{}, {"data": 2}, {"fsdp": 2}], ids=str)
 @pytest.mark.parametrize("when", ["begin", "after_step"])

@@ -60,6 +60,7 @@ def whole(request, tmp_path_factory):
     return data, state, trained(folder)
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("stop", [3, 10])
 def test_a_stopped_run_continues_bitwise(tmp_path, whole, stop):
     data, state, steps = whole

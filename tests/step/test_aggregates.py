@@ -165,7 +165,7 @@ def check_steps(program, rows_of_step=lambda number: slice(None)):
 SHORT = {"data": {"drop_remainder": False}, "steps": 2}
 
 
-@pytest.mark.forms(2)
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 4 zero 2", "data 2 x fsdp 2 x tensor 2"])
 def test_aggregates_cover_all_rows_on_every_mesh(mesh, microbatches):
@@ -213,6 +213,7 @@ def test_user_steps_return_metrics_over_all_rows():
         assert_same(metrics, by_hand(params, rows) | expected)
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("mesh", [{}, {"data": 4}, {"fsdp": 4}, {"data": 2, "fsdp": 2}])
 def test_long_evaluation_is_exact(mesh):
     """More than 2**31 elements in 400 batches: sums in float32 lose units after 2**24, counts in int32 wrap."""

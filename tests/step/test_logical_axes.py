@@ -81,6 +81,7 @@ def assert_equal(made, expected):
 # ---- linen -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_rules_shard_parameters_as_flax_does(mesh):
     made = program(linen_task(RULES), mesh)
@@ -199,6 +200,7 @@ NNX = {
 }
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("kind", NNX)
 def test_nnx_shards_its_variables_eagerly(kind):
     names, rules, metadata = NNX[kind]
@@ -256,6 +258,7 @@ def over(axis):
     return lambda model: eqx.tree_at(lambda m: (m.up, m.down), model, (P(None, axis), P(axis)))
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", MODEL_MESHES)
 def test_constraints_in_init_place_parameters(mesh):
     axis = mesh.split()[-2]

@@ -354,6 +354,7 @@ def code_without(tree, function, node, field, value):
     return found[tree.name].__code__
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize(
     "module", [flow, arithmetic, structure, walk], ids=lambda module: module.__name__.split(".")[-1]
 )
@@ -372,6 +373,7 @@ def test_every_condition_is_needed(module, programs):
     assert not is_caught(programs)
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("module", UNTESTED, ids=lambda module: module.__name__.split(".")[-1])
 def test_every_condition_about_a_loss_is_needed(module, observations, monkeypatch):
     monkeypatch.setattr(analysis, "_traced", traced_once(analysis._traced))

@@ -216,6 +216,7 @@ def test_a_step_on_its_own_state_equals_plain_jax(kind):
     assert_close(jax.tree.leaves(one(kind).params), jax.tree.leaves(eqx.filter(expected, eqx.is_array)), TOLERANCE)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one"])
 @pytest.mark.parametrize("kind", TASKS)
 def test_a_step_on_its_own_state_is_the_same_on_every_mesh(kind, mesh):

@@ -15,7 +15,7 @@ from spmdkit.plan.findings import Finding
 
 SHARE = 0.2
 """Minimum share of the step: latencies and ends of loops always expose some of it."""
-MIN_S = 1e-4
+SMALLEST = 1e-4
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
@@ -24,7 +24,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         return
     time = step.time
     name, link = max(time.links.items(), key=lambda item: item[1].exposed_s)
-    if link.exposed_s < max(MIN_S, SHARE * time.step_s):
+    if link.exposed_s < max(SMALLEST, SHARE * time.step_s):
         return
     waits = {source: s for (of, source), s in time.whole.exposed.items() if of == name}
     source = max(waits, key=lambda at: waits[at])
