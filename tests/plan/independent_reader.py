@@ -1,7 +1,8 @@
 """A second reader of compiled programs, written without looking at the first one (`spmdkit/plan/hlo`, `costs.py`).
 
 `totals(text)` returns the bytes that one device sends in a step, by the formulas of `docs/collectives.md`, and the
-FLOPs of its products and convolutions. A loop runs as often as its integers show, or once if that is unknown.
+FLOPs of its products, convolutions and cuDNN attention. A loop runs as often as its integers show, or
+once if that is unknown.
 """
 
 import math
@@ -121,6 +122,9 @@ class Program:
                 chains |= {chain[1]} if chain else set()
             elif op in ("dot", "convolution"):
                 more = (0, self.product(here, kind, op, operands, rest))
+            elif op == "custom-call" and "__cudnn$fmha" in rest:  # two products forward, five backward; causal: half
+                (b, t, n, h), (_, s, *_) = (dims for _, dims in self.types(here, operands[:2]))
+                more = (0, (5 if "Backward" in rest else 2) * 2 * b * n * t * s * h // (2 if "CAUSAL" in rest else 1))
             elif op == "while":
                 state = self.value(here, operands[0], frame)
                 more, times = self.walk(called(rest, "body")[0], [state], set()), self.iterations(rest, state)
