@@ -35,7 +35,7 @@ RUNS = ROOT / "benchmarks" / "published.yaml"
 LIMIT_S = 1200
 PAGE = ROOT / "docs" / "published.md"
 RESULTS = FOLDER / "results.json"
-GRID = {"tpu": [0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05], "gpu": [0.45, 0.5, 0.55, 0.6, 0.65, 0.7]}
+GRID = {"tpu": [0.7, 0.75, 0.8, 0.85, 0.9, 0.95], "gpu": [0.45, 0.5, 0.55, 0.6, 0.65, 0.7]}
 """Values of the fitted constant at which the step times are computed."""
 sys.path.insert(0, str(ROOT))
 
@@ -115,7 +115,7 @@ def shortened(text):
 
 def _shortened_line(line):
     line = re.sub(r"(?<=\])\{[\d,]*\}|, control-predecessors=\{[^{}]*\}", "", line)
-    line = re.sub(r", frontend_attributes=\{(?!chain_id)[^{}]*\}", "", line)
+    line = re.sub(r", frontend_attributes=\{(?![^{}]*(?:chain_id|megascale))[^{}]*\}", "", line)
     line = re.sub(r', metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*"|\{[^{}]*\})*\}', "", line)
     start = line.find("backend_config={")
     if start < 0:
@@ -158,7 +158,7 @@ def predicted_s(run, constant=None):
 
 @contextlib.contextmanager
 def with_constant(target, constant):
-    """Yields the target with another value of the fitted constant: `MATRIX_UNIT` (TPU) or the share of the peak that
+    """Yields the target with another value of the fitted constant: `CYCLES` (TPU) or the share of the peak that
     products reach (GPU)."""
     if constant is None:
         yield target
@@ -166,17 +166,17 @@ def with_constant(target, constant):
         chip = target.chip
         yield replace(target, chip=replace(chip, efficiency=replace(chip.efficiency, matmul=constant)))
     else:
-        before = step_time.MATRIX_UNIT
-        step_time.MATRIX_UNIT = constant
+        before = step_time.CYCLES
+        step_time.CYCLES = constant
         try:
             yield target
         finally:
-            step_time.MATRIX_UNIT = before
+            step_time.CYCLES = before
 
 
 def constant_of(kind):
     """Returns the fitted constant as the package has it."""
-    return step_time.MATRIX_UNIT if kind == "tpu" else parse_target("gpu:h100:8").chip.efficiency.matmul
+    return step_time.CYCLES if kind == "tpu" else parse_target("gpu:h100:8").chip.efficiency.matmul
 
 
 @functools.cache
@@ -251,7 +251,7 @@ settings of the published recipe (`benchmarks/published.yaml`) by the compilers 
 CUDA 13 plugin) on a machine without an accelerator. The published runs used older versions of MaxText and of the
 compilers.
 
-One constant per maker is fitted: `MATRIX_UNIT` of `spmdkit/plan/step_time.py` for all TPUs, and the share of the peak
+One constant per maker is fitted: `CYCLES` of `spmdkit/plan/step_time.py` for all TPUs, and the share of the peak
 that matrix products reach for all GPUs. *fitted*: the run was used for the fit; its error is that of a fit without it.
 *held out*: the run was not used. `make plan-published` compiles the programs again and writes this page.
 """

@@ -1,8 +1,7 @@
 """`predict_time`: the time of one step, by a walk through the schedule of the compiled program, and the bill.
 
-    instruction       the compiler's cycles / clock where it reports them (TPU), otherwise
+    instruction       CYCLES x the compiler's cycles / clock where it reports them (TPU), otherwise
                       max(FLOPs / arithmetic, bytes / memory) + launch
-    TPU product       max(matrix unit, estimate - matrix unit): the estimate is the sum of matrix and vector unit
     collective        bytes sent / rate of the link + hops x latency (links.py), after those ahead of it on that link
     blocking          the device waits for it
     start and done    the instructions between the two run meanwhile; at the done the device waits for the rest
@@ -43,10 +42,10 @@ from spmdkit.plan.machine.target import Target
 from spmdkit.plan.timeline import BUBBLE, Loop, Timeline, layer_of
 from spmdkit.step import trace_context
 
-MATRIX_UNIT = 0.96
-"""Share of the peak at which the matrix unit of a TPU computes a product, one for all TPUs. The compiler estimates the
-cycles of a fused product as those of the matrix unit plus those of the vector unit; the two work at the same time.
-Fitted to published runs (docs/published.md)."""
+CYCLES = 0.82
+"""Time of an instruction / (estimated cycles / clock): one factor for v5e, v5p, v6e and 7x. It is below one, since the
+compiler adds the cycles of the matrix and the vector unit, which work at the same time. Fitted to published runs, with
+kernels and exposed collectives (docs/published.md)."""
 _HOST_SPACE = 5
 _TICKS = re.compile(rf"{trace_context.PIPELINE}\)*/while/body")
 """In the op name of an instruction that the stages of a pipeline run in each tick."""
@@ -327,11 +326,7 @@ class _Walk:
         memory_s = chip.memory_s(num_bytes)
         seconds = {"launch": chip.launch_s} if cycles is None else {}
         part = "arithmetic" if arithmetic_s > memory_s else "memory"
-        if cycles is None:
-            seconds[part] = max(arithmetic_s, memory_s)
-        else:
-            estimate_s, matrix_s = cycles / chip.clock_hz, arithmetic_s * chip.efficiency.matmul / MATRIX_UNIT
-            seconds[part] = max(matrix_s, estimate_s - matrix_s) if flops else estimate_s
+        seconds[part] = max(arithmetic_s, memory_s) if cycles is None else CYCLES * cycles / chip.clock_hz
         idle, source = self._idle if self._is_in_ticks(i) else 0.0, self._line_of(i)
         parts = {name: (1 - idle) * num_s for name, num_s in seconds.items()}
         line.run(i.name, source, parts | ({BUBBLE: idle * sum(seconds.values())} if idle else {}))
