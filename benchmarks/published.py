@@ -24,7 +24,6 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import yaml
@@ -39,9 +38,8 @@ GRID = {"tpu": [0.7, 0.75, 0.8, 0.85, 0.9, 0.95], "gpu": [0.45, 0.5, 0.55, 0.6, 
 """Values of the fitted constant at which the step times are computed."""
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.maxtext.programs import last_error, parsed
 from spmdkit.plan import step_time
-from spmdkit.plan.collectives_bill import read_bill
-from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.machine.target import parse_target
 from spmdkit.plan.step_time import predict_time
 
@@ -81,7 +79,7 @@ def compile_run(run, python, limit_s=LIMIT_S):
             result = subprocess.run(
                 command, env=environment, timeout=limit_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
-            problem = "" if result.returncode == 0 else _last_error(result.stdout)
+            problem = "" if result.returncode == 0 else last_error(result.stdout)
         except subprocess.TimeoutExpired:
             problem = f"not compiled within {limit_s / 60:.0f} minutes"
         if problem:
@@ -91,11 +89,6 @@ def compile_run(run, python, limit_s=LIMIT_S):
         summary, text = json.loads(Path(out, "step.json").read_text()), Path(out, "step.txt").read_text()
     program.write_bytes(gzip.compress(json.dumps(summary).encode() + b"\n" + shortened(text).encode(), 9, mtime=0))
     print(f"{run['name']}: {summary['cpu_s']} CPU s, {program.stat().st_size / 1e6:.2f} MB", flush=True)
-
-
-def _last_error(output):
-    lines = [line for line in output.splitlines() if re.match(r"[\w.]*(Error|Exception|EXHAUSTED)\b", line)]
-    return (lines or output.splitlines() or ["no output"])[-1].strip()[:300]
 
 
 def shortened(text):
@@ -140,13 +133,7 @@ def kind_of(run):
 def program_of(name):
     """Returns (module, bill, devices) of a saved program."""
     header, _, text = gzip.decompress((FOLDER / f"{name}.txt.gz").read_bytes()).decode().partition("\n")
-    summary = json.loads(header)
-    devices = [
-        SimpleNamespace(coords=tuple(coords), slice_index=part, process_index=0, id=n)
-        for n, (coords, part) in enumerate(zip(summary["coords"], summary["slices"], strict=True))
-    ]
-    module = parse(text)
-    return module, read_bill(module, summary["axes"], ()), devices
+    return parsed(json.loads(header), text)
 
 
 def predicted_s(run, constant=None):

@@ -13,7 +13,6 @@ import gzip
 import json
 import math
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -23,6 +22,10 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.maxtext import programs
+
 FOLDER = ROOT / "benchmarks" / "maxtext"
 RESULTS, CELLS, PAGE = FOLDER / "results.json", FOLDER / "cells.yaml", ROOT / "docs" / "maxtext.md"
 BUILD = ROOT / "build" / "bench-maxtext"
@@ -158,24 +161,20 @@ def _compile(side, out, cell, python):
     if result.returncode == -signal.SIGXCPU:
         return f"not compiled within {LIMIT_S // 60} minutes of processor time"
     if result.returncode:
-        return last_error(result.stdout)
+        return programs.last_error(result.stdout)
     (out / "step.txt.gz").write_bytes(gzip.compress((out / "step.txt").read_bytes()))
     (out / "step.txt").unlink()
     (out / "settings.json").write_text(json.dumps(cell[side]))
     return None
 
 
-def last_error(output):
-    """Returns the last line of an exception in the output of a process."""
-    lines = [line for line in output.splitlines() if re.match(r"[\w.]*(Error|Exception|EXHAUSTED)\b", line)]
-    return (lines or output.splitlines() or ["no output"])[-1].strip()[:300]
-
-
 def figures(summary, text, target):
     """Returns the figures of a compiled step."""
-    from programs import attention_of, read
+    from spmdkit.plan.machine.target import parse_target
+    from spmdkit.plan.step_time import predict_time
 
-    time, bill, module = read(summary, text, target)
+    module, bill, devices = programs.parsed(summary, text)
+    time = predict_time(parse_target(target), module, bill, devices)
     return {
         "flops": time.hlo_flops,
         "memory_bytes": time.memory_bytes,
@@ -183,7 +182,7 @@ def figures(summary, text, target):
         "exposed_s": sum(link.exposed_s for link in time.links.values()),
         "peak_bytes": summary["memory"]["peak_memory_in_bytes"],
         "step_s": time.step_s,
-        "attention": attention_of(module),
+        "attention": programs.attention_of(module),
         "loops_of_unknown_length": time.guessed,
         "compile_cpu_s": summary["cpu_s"],
         "versions": summary["versions"],
@@ -343,5 +342,4 @@ def read_results():
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main()

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 NAMES = ("jax", "libtpu", "jax-cuda13-pjrt", "maxtext")
 """Packages with versions in the summary."""
-_FOLDER = tempfile.TemporaryDirectory(prefix="bench-maxtext-")
+_folders = []
 
 
 def prepare():
@@ -24,7 +24,8 @@ def prepare():
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     from spmdkit.plan.machine.compiler_process import compiler_environment
 
-    os.environ |= compiler_environment(Path(_FOLDER.name))
+    _folders.append(tempfile.TemporaryDirectory(prefix="bench-maxtext-"))  # exists until the process ends
+    os.environ |= compiler_environment(Path(_folders[-1].name))
 
 
 class Stopwatch:
@@ -58,20 +59,23 @@ def save(out, compiled, mesh, **fields):
     return summary
 
 
-def read(summary, text, target_name):
-    """Returns (predicted time, bill, parsed program) of a saved step; the target is that of `plan`."""
-    from spmdkit.plan import step_time
+def last_error(output):
+    """Returns the last line of an exception in the output of a process."""
+    lines = [line for line in output.splitlines() if re.match(r"[\w.]*(Error|Exception|EXHAUSTED)\b", line)]
+    return (lines or output.splitlines() or ["no output"])[-1].strip()[:300]
+
+
+def parsed(summary, text):
+    """Returns (module, bill, devices) of a saved step."""
     from spmdkit.plan.collectives_bill import read_bill
     from spmdkit.plan.hlo.text import parse
-    from spmdkit.plan.machine.target import parse_target
 
     devices = [
         SimpleNamespace(coords=tuple(coords), slice_index=part, process_index=0, id=n)
         for n, (coords, part) in enumerate(zip(summary["coords"], summary["slices"], strict=True))
     ]
     module = parse(text)
-    bill = read_bill(module, summary["axes"], ())
-    return step_time.predict_time(parse_target(target_name), module, bill, devices), bill, module
+    return module, read_bill(module, summary["axes"], ()), devices
 
 
 def attention_of(module):

@@ -2,7 +2,6 @@
 
 import gzip
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,8 +63,7 @@ def test_a_cell_with_other_settings_is_not_measured(compare):
     assert f"| {second} | not run |" in compare.page(results, {})
 
 
-def test_figures_are_read_from_a_saved_step(compare, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+def test_figures_are_read_from_a_saved_step(compare):
     places = [[x, y, z] for z in range(2) for y in range(2) for x in range(2)]
     summary = {"axes": {"fsdp": 8}, "coords": places, "slices": [0] * 8, "cpu_s": 1, "versions": {}}
     summary["memory"] = {"peak_memory_in_bytes": 7}
