@@ -27,7 +27,6 @@ Shape suffixes: B examples, T positions, D width, V vocabulary, N tokens per dev
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -231,8 +230,9 @@ class _Core(NamedTuple):
             total_C = jnp.exp(logits_CV - largest_C[:, None]).sum(-1)
             return largest_C, total_C, jnp.sum(logits_CV, -1, where=is_target_CV)
 
-        targets_N = targets.reshape(-1).astype(jnp.int32)
-        largest_N, total_N, target_N = self._over_chunks(chunk_loss, (hidden_ND, targets_N), head_DV.shape[1])
+        tokens = hidden_ND.reshape(*targets.shape, -1), targets.astype(jnp.int32)
+        targets_N = tokens[1].reshape(-1)
+        largest_N, total_N, target_N = self._over_chunks(chunk_loss, tokens, head_DV.shape[1])
         top_N = lax.pmax(lax.stop_gradient(largest_N), self.vocab_axes) if self.vocab_axes else largest_N
         sums_2N = all_reduce(jnp.stack([total_N * jnp.exp(largest_N - top_N), target_N]), self.vocab_axes)
         logsumexp_N = top_N + jnp.log(sums_2N[0])
@@ -309,18 +309,22 @@ class _Core(NamedTuple):
         """Returns the number of tokens with logits in memory at a time."""
         return self.chunk or max(1, LOGITS_BYTES // (4 * num_columns))
 
-    def _over_chunks(self, one: Callable[..., Any], rows: Any, num_columns: int) -> Any:
-        """Returns `one` applied to chunks of the rows, concatenated; padding rows are zeros."""
-        num = rows[0].shape[0]
-        parts = -(-num // self._chunk(num_columns))
-        if parts <= 1:
-            return one(rows)
-        size = math.ceil(num / parts)
-        pad: Callable[[jax.Array], jax.Array] = lambda x: jnp.pad(
-            x, [(0, parts * size - num)] + [(0, 0)] * (x.ndim - 1)
-        )
-        out = lax.map(one, jax.tree.map(lambda x: pad(x).reshape(parts, size, *x.shape[1:]), rows))
-        return jax.tree.map(lambda x: x.reshape(parts * size, *x.shape[2:])[:num], out)
+    def _over_chunks(self, one: Callable[..., Any], tokens: Any, num_columns: int) -> Any:
+        """Returns `one` applied to chunks of tokens [B, T, ...], joined to [B T]. A chunk is a part of one example, or
+        several examples, of which each chunk has the same number. The last part of an example is padded with zeros."""
+        num, length = jax.tree.leaves(tokens)[0].shape[:2]
+        most = self._chunk(num_columns)
+        parts = -(-length // most)  # of an example
+        size = -(-length // parts)
+        each = next(n for n in range(max(1, min(num, most // length)), 0, -1) if num % n == 0)  # examples of a chunk
+
+        def cut(x: jax.Array) -> jax.Array:
+            x = jnp.pad(x, [(0, 0), (0, parts * size - length)] + [(0, 0)] * (x.ndim - 2))
+            return x.reshape(num // each * parts, each * size, *x.shape[2:])
+
+        chunks = jax.tree.map(cut, tokens)
+        out = one(jax.tree.map(lambda x: x[0], chunks)) if num == each and parts == 1 else lax.map(one, chunks)
+        return jax.tree.map(lambda x: x.reshape(num, parts * size)[:, :length].reshape(-1), out)
 
 
 SEAMS = {"axis_index": axis_index}

@@ -11,7 +11,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.ops.vocab import padded_vocab
-from tests.support.core_runs import assert_close
+from tests.support.core_runs import assert_close, program_of
 from tests.support.forms import slow_except
 from tests.support.ops_mesh import value_and_grad
 
@@ -71,6 +71,18 @@ def test_invalid_target_is_nan_unless_excluded(arrays):
 
 
 @pytest.mark.forms(2)
+@pytest.mark.parametrize("chunk", [3, 20, 32], ids=["part of an example", "two examples", "four examples"])
+def test_chunks_mix_no_rows(chunk):
+    init = lambda key: {"head": jnp.zeros((D, V))}
+    loss_fn = lambda params, batch, key: sk.mean(
+        sk.cross_entropy(batch["x"], params["head"], batch["y"], chunk=chunk).mean(-1)
+    )
+    data = {"x": np.zeros((16, T, D), np.float32), "y": np.zeros((16, T), np.int32)}
+    program = program_of(sk.Task(init, loss_fn, optax.sgd(0.1), train_data=data), mesh={"data": 8}, batch_size=16)
+    assert [usage.rows for usage in program.row_usages] == ["as a mean"]
+    assert not any("mixes rows" in note for note in program.notes)
+
+
 @pytest.mark.parametrize("by", ["table", "tokens", "auto"])
 @pytest.mark.parametrize("last", ["norm_sequence", "sequence"])
 @pytest.mark.parametrize("asked", [MESH, {"fsdp": 4, "expert": 2}], ids=str)
