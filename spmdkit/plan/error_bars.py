@@ -22,7 +22,7 @@ class ErrorBar:
     runs: int
 
 
-ERROR_BARS: Mapping[str, ErrorBar] = {"tpu": ErrorBar(0.15, 7), "gpu": ErrorBar(0.10, 5)}
+ERROR_BARS: Mapping[str, ErrorBar] = {"tpu": ErrorBar(0.15, 10), "gpu": ErrorBar(0.10, 7)}
 """Kind of chip -> error bar."""
 
 
