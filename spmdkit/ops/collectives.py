@@ -56,12 +56,6 @@ def axis_size(names: Names) -> int:
     return trace_context.current().sharding.size(*mesh_axes)
 
 
-def platform() -> str:
-    """Returns the platform of the mesh's devices, `cpu`, `tpu` or `gpu`; without a mesh that of JAX's default."""
-    mesh = trace_context.current().sharding.mesh
-    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-
-
 def axis_index(names: Names) -> jax.Array | int:
     """Returns this device's index along the axes of `names`, int32[]; 0 without axes. Only inside `sk.manual`."""
     mesh_axes = _axes_in_part("axis_index", names)

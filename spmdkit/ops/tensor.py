@@ -38,7 +38,7 @@ from jax import lax
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
-from spmdkit.ops.collectives import all_gather, all_reduce, axes, platform, reduce_scatter
+from spmdkit.ops.collectives import all_gather, all_reduce, axes, reduce_scatter
 from spmdkit.ops.manual import Dims, manual
 from spmdkit.step import trace_context
 
@@ -120,7 +120,8 @@ def product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
     On GPUs the rows are ordered [T, B] if positions are sharded over tensor: XLA's collectives have the gathered dim
     first in memory, and the order [B, T] costs a copy at each of them."""
     x_dims, w_dims = x.shape[: x.ndim - contracted], w.shape[contracted:]
-    if len(x_dims) == 2 and trace_context.current().sharding.size("tensor") > 1 and platform() in GPUS:
+    context = trace_context.current()
+    if len(x_dims) == 2 and context.sharding.size("tensor") > 1 and context.platform in GPUS:
         return _rows_product(x.swapaxes(0, 1), w, x_dims[::-1], w_dims).swapaxes(0, 1)
     return _rows_product(x, w, x_dims, w_dims)
 

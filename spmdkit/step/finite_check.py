@@ -103,7 +103,7 @@ def _gradient_code(context: Context, code: jax.Array, gradients: Sequence[Any]) 
     guard, placements = context.options.guard, context.sharding.placements
     assert guard is not None
     leaves, mesh = jax.tree.leaves(list(gradients)), context.sharding.mesh
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    platform = context.platform
     all_axes = context.sharding.larger(() if mesh is None else mesh.axis_names)
     if context.inside or not all_axes:
         # Values that other axes shard are not sliced here: the partitioner would communicate.

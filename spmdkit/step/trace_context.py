@@ -345,6 +345,12 @@ class Context:
         return dataclasses.replace(self, usage=UsageTracker(), **changes)
 
     @property
+    def platform(self) -> str:
+        """The platform of the mesh's devices, `cpu`, `tpu` or `gpu`; without a mesh that of JAX's default."""
+        mesh = self.sharding.mesh
+        return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+    @property
     def num_losses(self) -> int:
         """Number of loss calls in a step: microbatches of all replicas."""
         return self.sharding.microbatches * self.sharding.num_replicas

@@ -51,14 +51,27 @@ def test_standby_takes_the_place_it_is_given():
     assert orders.member == 2 and orders.ready == [2, 3] and warmed_up == [[]], "warm before it waits"
 
 
+class Polls:
+    """A deadline in polls instead of seconds."""
+
+    def __init__(self, limit):
+        self.left = limit
+
+    @property
+    def expired(self):
+        self.left -= 1
+        return self.left < 0
+
+
 def test_standby_waits_longer_than_members(monkeypatch):
-    monkeypatch.setattr(membership_module, "MEMBERSHIP_UPDATE_S", -1.0)
+    monkeypatch.setattr(membership_module, "Deadline", Polls)
+    monkeypatch.setattr(membership_module, "MEMBERSHIP_UPDATE_S", 0)
     idle = MembershipUpdate(1, (0, 1), "h:1")
     with pytest.raises(RendezvousError, match="has not published"):
         Membership(MembershipFiles(0, 2, idle), 5).wait_for_generation(SPEC, list)
-    monkeypatch.setattr(membership_module, "MEMBERSHIP_UPDATE_S", 0.05)
+    monkeypatch.setattr(membership_module, "MEMBERSHIP_UPDATE_S", 100)
     taken = MembershipUpdate(2, (0, 1), "h:2", adopted=((-1, 1),))
-    orders = MembershipFiles(-1, 2, *[idle] * 3_000, taken)
+    orders = MembershipFiles(-1, 2, *[idle] * 300, taken)
     assert Membership(orders, 5).wait_for_generation(SPEC, list)[0].process_id == 1
 
 

@@ -11,8 +11,8 @@ import pytest
 import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.ops.collectives import all_gather
-from spmdkit.ops.moe import dropless
 from spmdkit.ops.moe.experts import MLP_DIMS, mlp, run_sorted
+from spmdkit.step import trace_context
 from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_close, assert_same_run, program_of, train
 from tests.support.forms import slow_except
@@ -260,7 +260,7 @@ def test_a_vmap_of_the_users_own_changes_nothing():
 
 def test_ragged_exchange_gives_the_same(monkeypatch):
     """The form of TPUs and GPUs; only the collective itself is another one here, since XLA's CPU backend has none."""
-    monkeypatch.setattr(dropless, "platform", lambda: "tpu")
+    monkeypatch.setattr(trace_context.Context, "platform", "tpu")
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     x, router, experts = arrays(num=8)
     where_BT = jnp.arange(T) < jnp.array([T, 5, 2, T, 1, 7, 3, 8])[:, None]

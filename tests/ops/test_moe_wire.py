@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import spmdkit as sk
-from spmdkit.ops.moe import dropless
 from spmdkit.step import trace_context
 from tests.support.forms import slow_except
 from tests.support.ops_mesh import GATHERED_TWICE, step, wire
@@ -101,7 +100,7 @@ def test_positions_cost_four_bytes_each(examples):
 def test_accelerator_uses_ragged_exchange(platform, monkeypatch):
     """Lowered, not run: this machine has neither. Numbers are compared in test_moe.py, with a stand-in for the
     collective."""
-    monkeypatch.setattr(dropless, "platform", lambda: platform)
+    monkeypatch.setattr(trace_context.Context, "platform", platform)
     record = step(expert=8)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape, _ in ARGUMENTS]
     loss = lambda *args: mixture(None)(*args).astype(jnp.float32).sum()

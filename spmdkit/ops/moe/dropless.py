@@ -25,10 +25,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmdkit import compat
-from spmdkit.ops.collectives import Names, all_gather, axes, axis_index, axis_size, platform, reduce_scatter
+from spmdkit.ops.collectives import Names, all_gather, axes, axis_index, axis_size, reduce_scatter
 from spmdkit.ops.moe.experts import Expert, run_sorted
 from spmdkit.ops.moe.router import Routing
 from spmdkit.ops.moe.rows import sum_rows
+from spmdkit.step import trace_context
 
 
 def through_rows(x_BTD: jax.Array, routing: Routing, weights: Any, expert: Expert, *, over: Names) -> jax.Array:
@@ -45,7 +46,7 @@ def through_rows(x_BTD: jax.Array, routing: Routing, weights: Any, expert: Exper
 
 
 def _sends_rows(top_k: int) -> bool:
-    return axis_size("expert") > top_k and platform() in ("tpu", "gpu", "cuda", "rocm")
+    return axis_size("expert") > top_k and trace_context.current().platform in ("tpu", "gpu", "cuda", "rocm")
 
 
 def _by_all_gather(
@@ -99,7 +100,7 @@ def _run_local_experts(
     x_RD = _pick(x_ND, places.token_R, places.row_NK)
     weight_R1 = _pick(weights_NK.reshape(-1, 1), places.choice_R, places.row_NK.reshape(-1, 1))
     with jax.named_scope("moe_experts"):
-        y_RD = run_sorted(expert, weights, x_RD, places.sizes_E, platform())
+        y_RD = run_sorted(expert, weights, x_RD, places.sizes_E, trace_context.current().platform)
         is_row_R1 = (places.token_R >= 0)[:, None]
         y_RD = jnp.where(is_row_R1, y_RD.astype(jnp.float32) * weight_R1, 0.0).astype(x_ND.dtype)
     return sum_rows(y_RD[None], places.row_NK[None], places.token_R[None, :, None])[0]
