@@ -25,7 +25,7 @@ def source_of(module: Module, instruction: Instruction) -> str | None:
     spmdkit, as `spmdkit/communication/reducers/sum.py:17`. For an instruction that XLA created, the line of the nearest
     producer or reader.
     """
-    near = _nearest(module, instruction, lambda i: bool(module.frames(i)))
+    near = _nearest(module, instruction, lambda i: bool(module.frames(i))) if module.has_frames else None
     return None if near is None else line_of(module.frames(near))
 
 

@@ -223,6 +223,11 @@ class Module:
         """The computation that the program starts with."""
         return next(c for c in self.computations.values() if c.is_entry)
 
+    @functools.cached_property
+    def has_frames(self) -> bool:
+        """Whether any instruction has a stack."""
+        return any(self.frames(i) for c in self.computations.values() for i in c.instructions)
+
     @property
     def num_partitions(self) -> int:
         """The devices of the program (partitions times replicas)."""
