@@ -28,6 +28,7 @@ def read(job, num):
     return found, at
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_read_what_a_thread_reads(kind):
     data, batched = KINDS[kind]

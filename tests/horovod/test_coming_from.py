@@ -96,7 +96,7 @@ def one_device(tmp_path_factory):
     return jax.device_get(trained(folder).state.params)
 
 
-@pytest.mark.forms(10)
+@pytest.mark.forms(5)
 @pytest.mark.parametrize("title", [title for title in ROWS if title != "The six steps with hvd's names"])
 def test_a_row_gives_what_one_device_gives(title, tmp_path, one_device, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -103,6 +103,7 @@ GEOMETRIES = [
 ]
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("names", LAYOUTS)
 def test_products_equal_the_convolution(names):
     rng = np.random.default_rng(0)

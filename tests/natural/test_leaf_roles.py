@@ -79,7 +79,7 @@ def fp8(request):
     return lambda p, b, key: sk.mean(losses(p, b), where=where(b)), plain
 
 
-@pytest.mark.forms(3)
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("own", [False, True], ids=["loss_fn", "train_step"])

@@ -83,7 +83,7 @@ def numbers(tree):
     return jax.tree.map(lambda x: np.asarray(x).astype(np.float32), tree)
 
 
-@pytest.mark.forms(4)
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_leaves_equal_float32(dtype, mesh):

@@ -174,6 +174,7 @@ SAVED = {
 }
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("remat", SAVED)
 def test_a_policy_saves_what_its_name_says(remat):
     program = program_of(attention_task(), remat=remat)

@@ -147,6 +147,7 @@ def reference(between):
     return train(program_of(task(plain(between))), evaluate=False, steps=2)
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(
     "case", slow_except(["fsdp 2 x context 2 x tensor 2", "fsdp 2 x tensor 4, one sequence"], CASES)
 )

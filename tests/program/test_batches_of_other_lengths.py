@@ -21,6 +21,7 @@ def losses(params, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_one_program_per_length(mesh, masked):

@@ -126,6 +126,7 @@ FORMS = {
 }
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_warm_start_trains_as_from_a_plain_loader(folder, mesh):
     program = opened(str(folder / "model.safetensors"), mesh)

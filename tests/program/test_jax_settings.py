@@ -90,6 +90,7 @@ def expected(mesh, folder):
         return _params(train(folder, MESHES[mesh]))
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_a_setting_changes_no_bit(name, mesh, tmp_path, tmp_path_factory):
     with WORKING[name]():

@@ -60,6 +60,7 @@ def labels(label):
     return lambda params: jax.tree.map_with_path(lambda path, _: label(*(key.key for key in path)), params)
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=ids)
 def test_groups_equal_optax_partition(mesh):
     name = lambda part, leaf: ("slow" if part == "base" else "") + ("bias" if leaf == "bias" else "w")

@@ -208,6 +208,7 @@ def plain(kind):
     return state
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("kind", TASKS)
 def test_a_step_on_its_own_state_equals_plain_jax(kind):
     state, view = plain(kind), TASKS[kind][0].get("state") or sk.StateView("params")

@@ -52,6 +52,7 @@ CASES = [
 ]
 
 
+@pytest.mark.forms(10)
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_a_program_equals_plain_jax(name, mesh):
     program = program_of(name, mesh)

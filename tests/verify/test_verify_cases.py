@@ -21,6 +21,7 @@ from tests.support.verify_tasks import case_runner
 pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools times numbers")
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_a_right_task_is_equal_to_one_device(mesh):
     found = case_runner(tasks.right, drop_remainder=False).case(mesh, 1, whole=mesh == {"data": 4})

@@ -35,6 +35,7 @@ def saving(tmp_path):
     checkpoints.close()
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("name", slow_except({"int8", "hierarchical"}, STATEFUL))
 def test_resume_is_bitwise_only_with_the_residual(name, saving):
     state, _ = train(made(name), 3)
