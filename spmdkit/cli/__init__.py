@@ -222,7 +222,7 @@ def plan(
         str,
         typer.Option(
             help="What the search varies, comma-separated: mesh, context, expert, pipeline, batch, microbatches, "
-            "remat, zero, offload, precision."
+            "remat, zero, offload, precision, attention."
         ),
     ] = "mesh",
     compile: Annotated[int, typer.Option(help="Number of candidates to compile.")] = 8,

@@ -1,9 +1,6 @@
 """Plans by XLA's GPU compiler, on a machine without a GPU."""
 
-import json
 import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +11,10 @@ import spmdkit as sk
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.mesh.chips import CHIPS
 from tests.plan.save_texts import GPT
-from tests.support.plan_files import write
+from tests.support.plan_files import plan
 
 pytestmark = pytest.mark.gpu
 CAUSES = {"tensor activation", "gradient reduction", "optimizer", "metrics"}
-
-
-def plan(tmp_path, target, *arguments, code=0, **changes):
-    """Returns (JSON, error output) of `spmdkit plan` for a target."""
-    command = [sys.executable, "-m", "spmdkit", "plan", str(write(tmp_path, **changes)), "--target", target, "--json"]
-    ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == code, ended.stderr
-    return json.loads(ended.stdout) if ended.stdout else None, ended.stderr
 
 
 def make(devices):

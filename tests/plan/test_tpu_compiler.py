@@ -1,22 +1,10 @@
 """Plans by the real TPU compiler, on a machine without a TPU. Each in a process of its own: libtpu is loaded once."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.plan_files import write
+from tests.support.plan_files import plan
 
 pytestmark = pytest.mark.tpu
-
-
-def plan(tmp_path, target, *arguments, code=0, **changes):
-    """Returns (JSON, error output) of `spmdkit plan` for a target."""
-    command = [sys.executable, "-m", "spmdkit", "plan", str(write(tmp_path, **changes)), "--target", target, "--json"]
-    ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == code, ended.stderr
-    return json.loads(ended.stdout) if ended.stdout else None, ended.stderr
 
 
 def test_v5e_is_planned_by_its_own_compiler(tmp_path):

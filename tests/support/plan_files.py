@@ -1,5 +1,8 @@
 """Configs of the small task, in memory and as files."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 from spmdkit.config import parse_config, to_yaml
@@ -18,3 +21,11 @@ def write(folder, **changes):
     path = folder / "config.yaml"
     path.write_text(to_yaml(config(**changes)))
     return path
+
+
+def plan(tmp_path, target, *arguments, code=0, **changes):
+    """Returns (JSON, error output) of `spmdkit plan` for a target."""
+    command = [sys.executable, "-m", "spmdkit", "plan", str(write(tmp_path, **changes)), "--target", target, "--json"]
+    ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == code, ended.stderr
+    return json.loads(ended.stdout) if ended.stdout else None, ended.stderr
