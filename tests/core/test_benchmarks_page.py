@@ -1,5 +1,6 @@
 """docs/benchmarks.md: whoever doubts a table finds the command that makes it, and the command is there."""
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -11,7 +12,41 @@ from spmdkit.config import load_config
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
 COMMAND = re.compile(r"`((?:\S*python |make |spmdkit )[^`]+)`")
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 COMMANDS = [" ".join(command.split()) for command in COMMAND.findall(PAGE)]
+
+
+@pytest.fixture(scope="module")
+def results():
+    spec = importlib.util.spec_from_file_location("results", ROOT / "benchmarks" / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_tables_are_those_of_the_results(results):
+    assert [path.name for path in DOCS if results.updated(path.read_text()) != path.read_text()] == []
+
+
+def test_a_saved_result_becomes_a_table(results, tmp_path):
+    rows = [{"model": "mlp", "ms": 12.5, "ratio": results.interval([0.9, 1.0, 1.1])}, {"model": "lstm"}]
+    results.save("speed", rows, "make bench", note="Idle machine.", folder=tmp_path)
+    page = results.updated("<!-- results: speed -->\nold\n<!-- end of results -->\n", tmp_path)
+    assert "`make bench`, 20" in page and "Idle machine." in page and "old" not in page
+    assert page.splitlines()[-5:] == [
+        "| model | ms | ratio |",
+        "| --- | ---: | ---: |",
+        "| mlp | 12.5 | 1.000 (0.900 to 1.100) |",
+        "| lstm |  |  |",
+        "<!-- end of results -->",
+    ]
+
+
+def test_an_interval_that_contains_the_goal_meets_it(results):
+    ratios = [0.88, 0.91, 0.92, 0.93, 0.93, 0.94, 0.95, 0.96, 0.97, 1.1]
+    found = results.interval(ratios)
+    assert found == results.interval(ratios) and found["median"] == 0.935 and found["rounds"] == 10
+    assert results.is_met(found, 0.93) and not results.is_met(found, 0.90)
 
 
 def test_each_section_with_a_table_has_a_command():
