@@ -342,7 +342,7 @@ def _whole(w: jax.Array, dims: tuple[str | None, ...], x: jax.Array) -> jax.Arra
     return gather_weight(w, dims, STREAM, dims.index("embed"), x) if "embed" in dims else w
 
 
-def attention(x_BTD: jax.Array, weights: Params, positions_T: jax.Array) -> jax.Array:
+def attention(x_BTD: jax.Array, weights: Params, positions_T: jax.Array | np.ndarray) -> jax.Array:
     """Returns causal self-attention with rotary positions over this device's heads, [B, T, D], not yet summed over
     heads."""
     projected = lambda name: checkpoint_name(product(x_BTD, weights[name]), f"{name}_proj")
@@ -368,11 +368,12 @@ def mixture(
     return y_BTD, state | {name: state[name] + x_B for name, x_B in added.items()}
 
 
-def rotary(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
+def rotary(x_BTNH: jax.Array, positions_T: jax.Array | np.ndarray) -> jax.Array:
     """Returns `x` with each pair of channels rotated by an angle proportional to the position (Su et al., 2021)."""
     half = x_BTNH.shape[-1] // 2
-    frequencies = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles_TH = positions_T.astype(jnp.float32)[:, None] * frequencies
+    frequencies = ROTARY_BASE ** (-np.arange(half, dtype=np.float32) / half)
+    # A NumPy array like the positions: XLA on CPU computes traced angles for each example and head.
+    angles_TH = positions_T.astype(np.float32)[:, None] * frequencies
     cos_TNH, sin_TNH = (f(angles_TH)[:, None, :].astype(x_BTNH.dtype) for f in (jnp.cos, jnp.sin))
     a, b = x_BTNH[..., :half], x_BTNH[..., half:]
     return jnp.concatenate([a * cos_TNH - b * sin_TNH, a * sin_TNH + b * cos_TNH], axis=-1)

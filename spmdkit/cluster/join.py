@@ -26,6 +26,9 @@ from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.foundation.constants import MAX_FAKE_DEVICES, fake_devices
 from spmdkit.foundation.timeouts import COLLECTIVE_MARGIN_S, JAX_INITIALIZE_S, SERVICE_HEARTBEAT_S, SERVICE_SHUTDOWN_S
 
+COLLECTIVES_AT_ONCE = 4
+"""The collectives in which one device waits concurrently, at most."""
+
 
 class Generation(NamedTuple):
     """One of several clusters that a process joins in sequence."""
@@ -131,9 +134,15 @@ def num_threads(num_devices: int) -> int:
     XLA runs CPU programs on max(cores, devices) threads. A collective blocks one thread per waiting device; a device
     waits in several collectives concurrently if the program does not order them. Without a free thread, the device that
     all others wait for never starts ("Expected 2 threads to join the rendezvous"; jaxlib 0.10.2: eight devices on ten
-    threads, never on eighteen). Creating 16,000 threads takes 39 s: beyond 256 devices there are fewer per device.
+    threads, never on eighteen). While one device is missing, c concurrent collectives block at most c (D - 1) threads,
+    so 1 + c (D - 1) threads are enough; here c = COLLECTIVES_AT_ONCE.
+
+    XLA also splits every product into as many parts as there are threads: with ten threads instead of five, a step of
+    the byte GPT on two devices and two cores takes a tenth longer (2026-11-25). Creating 16,000 threads takes 39 s:
+    beyond 256 devices there are fewer per device.
     """
-    return num_devices + 3 * min(num_devices, 256) + (os.cpu_count() or 1)
+    waiting = num_devices - 1 + (COLLECTIVES_AT_ONCE - 1) * min(num_devices - 1, 256)
+    return max(os.cpu_count() or 1, num_devices, 1 + waiting)
 
 
 def _configure(

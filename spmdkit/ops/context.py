@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from spmdkit.errors import ConfigError
@@ -68,10 +69,13 @@ def context_order(tree: Any, dim: int = 1) -> Any:
     return manual(context_order, [_dims(dim, None)], _dims(dim, "sequence"))(tree)
 
 
-def context_positions(length: int) -> jax.Array:
+def context_positions(length: int) -> jax.Array | np.ndarray:
     """Returns int32[length], the sequence positions in mesh order, sharded over the context axis. Inside `sk.manual`:
-    int32[length / C], the positions on this device."""
-    positions: jax.Array = context_order(jnp.arange(length, dtype=jnp.int32), dim=0)
+    int32[length / C], the positions on this device.
+
+    Without a context axis it is a NumPy array. Values that NumPy computes from it, such as the angles of rotary
+    positions, are constants of the step: XLA on CPU would compute them for each example and head."""
+    positions: jax.Array | np.ndarray = context_order(np.arange(length, dtype=np.int32), dim=0)
     return positions
 
 

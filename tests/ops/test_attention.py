@@ -176,6 +176,7 @@ def test_without_a_context_axis_nothing_happens():
     found = global_of(both, x_BT, tensor=4)
     assert (found[0] == x_BT).all() and (found[1] == x_BT).all() and list(found[2]) == [0, 1, 2, 3, 4]
     assert sk.context_order(x_BT) is x_BT
+    assert isinstance(sk.context_positions(5), np.ndarray)
 
 
 # ---- blocks

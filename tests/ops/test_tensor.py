@@ -172,6 +172,13 @@ def test_rows_on_gpus_have_the_order_of_collectives(monkeypatch, mesh, order):
     np.testing.assert_allclose(found, np.einsum("BTNH,NHD->BTD", x, w), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows, shape, is_transposed", [(8, (8, 2), True), (8, (2, 8), False), (4, (8, 2), False)])
+def test_gradients_of_tall_weights_are_computed_transposed(rows, shape, is_transposed):
+    x, w = jnp.ones((rows, shape[0])), jnp.ones(shape)
+    lowered = jax.jit(jax.grad(lambda w: tensor.product(x, w).sum())).lower(w).as_text()
+    assert ("optimization_barrier" in lowered) == is_transposed
+
+
 def test_the_layer_of_the_guide_is_a_pair():
     guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
     code = re.search(r"```python\n(DIMS = .*?)\n\n\nx_BTD = (sk.manual.*?)\n# or: (.*?)\n```", guide, re.S)
