@@ -72,7 +72,7 @@ class Chip:
         topologies: available slice shapes in chips, the small ones.
         cube: in larger slices every dim is a multiple of this; 0 if `topologies` is complete.
         largest: maximum length of each dim, sorted.
-        wraps_at: an axis of a slice is a ring if its length is a multiple of this.
+        wraps_at: a dim of a slice can be a ring if its length is a multiple of this (`Target.rings`).
         reserved_bytes: memory that is not available to a program.
         launch_s: cost of starting one instruction.
         cache_bytes: instructions that move fewer bytes are served by caches (CPU); 0: no caches.

@@ -40,6 +40,21 @@ def test_devices_and_parts_of_a_target(text, num_devices, parts):
 
 
 @pytest.mark.parametrize(
+    ("text", "rings"),
+    [
+        ("tpu:v5e:16x16", (True, True)),
+        ("tpu:v6e:8x16", (False, True)),
+        ("tpu:v5e:8x8", (False, False)),
+        ("tpu:v5p:4x4x8", (True, True, True)),
+        ("tpu:v5p:2x4x4", (False, False, False)),
+        ("tpu:7x:4x8x8", (True, True, True)),
+    ],
+)
+def test_dims_of_a_slice_that_are_rings(text, rings):
+    assert parse_target(text).rings == rings
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("tup:v5p:2x2x1", "Did you mean 'tpu'?"),

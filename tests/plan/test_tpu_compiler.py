@@ -1,10 +1,25 @@
 """Plans by the real TPU compiler, on a machine without a TPU. Each in a process of its own: libtpu is loaded once."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.support.plan_files import plan
 
 pytestmark = pytest.mark.tpu
+
+_PERMUTE = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from spmdkit.plan.machine.target import open_target, parse_target
+devices = sorted(open_target(parse_target("tpu:v5e:16x16")).devices, key=lambda device: device.coords[::-1])
+mesh = Mesh(np.array(devices).reshape(16, 16), ("y", "x"))
+ring = [(i, (i + 1) % 16) for i in range(16)]
+step = jax.jit(jax.shard_map(lambda x: jax.lax.ppermute(x, "x", ring), mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+x = jax.ShapeDtypeStruct((16, 1024), "float32", sharding=NamedSharding(mesh, P("x")))
+print(step.lower(x).compile().as_text().count("collective-permute-start("))
+"""
 
 
 def test_v5e_is_planned_by_its_own_compiler(tmp_path):
@@ -44,3 +59,9 @@ def test_every_chip_sends_what_fsdp_needs(tmp_path, target):
     assert (found["num_devices"], found["fits"]) == (8, True)
     gathered = sum(row["bytes"] for row in found["collectives"] if row["axes"] == ["fsdp"])
     assert gathered >= 0.6 * found["wire"]["least"]["fsdp"]  # bfloat16 passes of float32 products halve the gathers
+
+
+def test_the_compiler_knows_the_rings():
+    # v5e sends to a neighbour alone without blocking; without the wrap-around the last device of a ring has none.
+    result = subprocess.run([sys.executable, "-c", _PERMUTE], capture_output=True, text=True, timeout=300)
+    assert result.stdout.split() == ["1"], result.stderr[-2000:]

@@ -86,10 +86,11 @@ def _one_way(target: Target, pair: Sequence[Any]) -> tuple[str, ...]:
     """Returns the channels of a transfer between two devices of a slice: one direction of each dim that it crosses."""
     channels = []
     for axis, (a, b) in enumerate(zip(pair[0].coords, pair[1].coords, strict=True)):
-        length = target.topology[axis] if axis < len(target.topology) else 2**30
+        length = target.topology[axis]
         step = (b - a) % length
         if step:
-            forth = 2 * step < length or (2 * step == length and b > a)
+            is_shorter = 2 * step < length or (2 * step == length and b > a)
+            forth = is_shorter if target.rings[axis] else b > a
             channels.append(f"{target.chip.inner.name} {axis}{'+' if forth else '-'}")
     return tuple(channels)
 
@@ -130,8 +131,7 @@ def _torus(target: Target, members: Sequence[Any]) -> LinkPath:
         num = len({device.coords[axis] for device in members})
         if num > 1:
             channels += [f"{chip.inner.name} {axis}+", f"{chip.inner.name} {axis}-"]
-            length = target.topology[axis] if axis < len(target.topology) else num
-            is_ring = num == length and length % chip.wraps_at == 0
+            is_ring = target.rings[axis] and num == target.topology[axis]
             rate += chip.inner.bytes_per_s * (2 if is_ring else 1)
     if not rate:  # the two devices of one chip
         latency_s = chip.inner.latency_s / 10

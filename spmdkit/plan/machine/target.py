@@ -91,6 +91,16 @@ class Target:
         """Bytes of one device that a program may use."""
         return self.limit_bytes if self.limit_bytes is not None else self.chip.limit_bytes
 
+    @property
+    def rings(self) -> tuple[bool, ...]:
+        """For each dim of a slice, whether it is a ring. A slice of v5e and v6e: a dim of 16 chips. A slice of the
+        others: all three dims, if each is a multiple of 4 chips; a smaller slice has lines only.
+
+        Source: Google Cloud TPU documentation, topologies of each version; MaxText 0.2.4,
+        `accelerator_to_spec_map.py`."""
+        wraps = tuple(length % self.chip.wraps_at == 0 for length in self.topology)
+        return wraps if self.chip.torus_dims == 2 else (all(wraps),) * len(wraps)
+
 
 def parse_target(text: str) -> Target:
     """Returns the target of a text, without its devices; loads no compiler and no device.
@@ -350,7 +360,9 @@ def _tpu_devices(target: Target) -> tuple[Any, ...]:
         jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
 
-    options: dict[str, Any] = {"num_slices": target.num_slices} if target.num_slices > 1 else {}
+    options: dict[str, Any] = {"wrap": [*target.rings, False][:3]}  # libtpu's default has lines only
+    if target.num_slices > 1:
+        options["num_slices"] = target.num_slices
     if target.topology in ((1, 1), (2, 4)):
         # Hosts of v5e and v6e with one or eight chips; the default is four.
         options["chips_per_host_bounds"] = [*target.topology, 1]
