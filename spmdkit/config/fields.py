@@ -288,12 +288,18 @@ def widest(*names: str) -> Any:
     return max(names, key=("bfloat16", "float32", "float64").index)
 
 
+def default_reduction(given: dict[str, Any]) -> Any:
+    """Returns the default of `precision.reduction` from the other dtypes of the section."""
+    narrow = given.get("compute") == "bfloat16"
+    return "bfloat16" if narrow else widest("float32", given.get("params", "float32"))
+
+
 def dtype_to_mapping(value: Any) -> Any:
     """Returns `{compute: value}` for the name of a dtype. The model validates other values."""
     if isinstance(value, str):
         return {
             "compute": choice(
-                _no_float16(value), ("float32", "bfloat16"), "a mapping {compute, params, reduce, inputs}"
+                _no_float16(value), ("float32", "bfloat16"), "a mapping {compute, params, reduction, inputs}"
             )
         }
     return value

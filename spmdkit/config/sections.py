@@ -71,8 +71,10 @@ class Precision(Section):
     """Dtype of the loss function's parameters and activations."""
     params: fields.Dtype = "float32"
     """Dtype in which the parameters are stored and updated."""
-    reduce: fields.Dtype = Field(default_factory=lambda given: fields.widest("float32", given.get("params", "float32")))
-    """Dtype in which gradients are summed; default: the wider of float32 and params."""
+    reduction: fields.Dtype = Field(default_factory=fields.default_reduction)
+    """Dtype in which devices send and add gradients, over replica axes and over fsdp; default: bfloat16 with compute:
+    bfloat16, otherwise the wider of float32 and params. A reducer other than sum has its own format between replicas.
+    Microbatches are added in the widest of float32, params and reduction."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How a bfloat16 parameter plus its update is rounded: nearest loses an update below 1/512 of the parameter;
     stochastic rounds up or down at random, so that updates are kept on average. Needs params: bfloat16."""

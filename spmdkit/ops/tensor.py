@@ -38,7 +38,7 @@ from jax import lax
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
-from spmdkit.ops.collectives import all_gather, all_reduce, axes, reduce_scatter
+from spmdkit.ops.collectives import Names, all_gather, all_reduce, axes, reduce_scatter
 from spmdkit.ops.manual import Dims, manual
 from spmdkit.step import trace_context
 
@@ -156,20 +156,39 @@ def gather_weight(w: jax.Array, w_dims: Dims, dims: Dims, width_dim: int, x: jax
                     f"[{', '.join([a for a in cut if a not in stored] + list(stored))}]."
                 )
             if stored and dim == w.ndim - 1 > 0:
-                w = jnp.moveaxis(lax.optimization_barrier(all_gather(jnp.moveaxis(w, -1, 0), stored, 0)), 0, -1)
+                w = jnp.moveaxis(lax.optimization_barrier(whole_weight(jnp.moveaxis(w, -1, 0), stored, 0)), 0, -1)
             elif stored:
-                w = all_gather(w, stored, dim)
+                w = whole_weight(w, stored, dim)
     return w
+
+
+def whole_weight(w: jax.Array, stored: Names, dim: int) -> jax.Array:
+    """Returns a weight gathered on `dim`. Its gradient is scattered in `precision.reduction`."""
+    dtype = trace_context.current().options.reduction_dtype or w.dtype
+    if dtype == w.dtype:
+        return all_gather(w, stored, dim)
+
+    @jax.custom_jvp
+    def gathered(w: jax.Array) -> jax.Array:
+        return all_gather(w, stored, dim)
+
+    @gathered.defjvp
+    def tangent(primals: Any, tangents: Any) -> Any:  # its transpose is the scatter
+        return gathered(primals[0]), all_gather(tangents[0].astype(dtype), stored, dim).astype(w.dtype)
+
+    whole: jax.Array = gathered(w)
+    return whole
 
 
 def scatter_gradient(grad: jax.Array, like: jax.Array, w_dims: Dims, dims: Dims, width_dim: int) -> jax.Array:
     """Returns the gradient of a weight's shard `like` from the gradient of the gathered weight: the transpose of
     `gather_weight`, for custom gradients."""
+    grad = grad.astype(trace_context.current().options.reduction_dtype or grad.dtype)
     for dim, name in enumerate(w_dims):
         cut = axes(name) if name is not None else ()
         stored = cut if dim == width_dim else tuple(a for a in cut if a in _rows_axes(dims))
         grad = reduce_scatter(grad, stored, dim) if stored else grad
-    return summed_like(grad, like)
+    return summed_like(grad, like).astype(like.dtype)
 
 
 def summed_like(grad: jax.Array, primal: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ def lower_bound_bytes(program: Program) -> dict[str, int]:
     replicas, f = count(sizes, REPLICA_AXES), sizes["fsdp"]
     of_replicas, by_reducer = {a: sizes[a] for a in REPLICA_AXES if sizes[a] > 1}, list[ReducedLeaf]()
     compute = jnp.dtype(config.precision.compute).itemsize
-    reduce = jnp.dtype(config.precision.reduce).itemsize
+    reduce = jnp.dtype(config.precision.reduction).itemsize
     totals = {"replica x data": 0.0, "fsdp": 0.0}
     for leaf in program.layout:
         if not leaf.path.startswith("params"):
@@ -50,13 +50,13 @@ def lower_bound_bytes(program: Program) -> dict[str, int]:
             part = leaf.sharding(program.mesh).shard_shape(leaf.shape)
             shape = part if math.prod(part) == round(values) else (round(values),)
             by_reducer.append(
-                ReducedLeaf(leaf.path, shape, of_replicas, (), value_bytes=value_bytes(config.precision.reduce))
+                ReducedLeaf(leaf.path, shape, of_replicas, (), value_bytes=value_bytes(config.precision.reduction))
             )
         else:
             totals["replica x data"] += 2 * (replicas - 1) / replicas * values * reduce
         share = (f - 1) / f
         if config.layout.zero == 3:
-            totals["fsdp"] += share * (2 * p + min(p, g)) if is_cut else share * 2 * g
+            totals["fsdp"] += share * (2 * p + g) if is_cut else share * 2 * g
         else:
             totals["fsdp"] += share * ((2 if config.layout.zero == 1 else 1) * g + s)
     totals["replica x data"] += program.reducer.bytes_sent(by_reducer)

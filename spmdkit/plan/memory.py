@@ -80,7 +80,7 @@ def _gradient_bytes(program: Program) -> int:
     params = named_leaves(program.abstract_state.params)
     specs = jax.tree.leaves(context.sharding.placements.gradient, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return sum(
-        shard_bytes(x.shape, context.options.reduce_dtype or x.dtype, NamedSharding(program.mesh, spec))
+        shard_bytes(x.shape, context.options.gradient_dtype or x.dtype, NamedSharding(program.mesh, spec))
         for (path, x), spec in zip(params, specs, strict=True)
         if path not in context.options.roles
     )

@@ -133,7 +133,7 @@ def _precision(task_step: TaskStep) -> str:
         inputs = f", floats of a batch {cast.get(str(requested.inputs or 'compute'), f'cast where {requested.inputs}')}"
     rounded = " rounded stochastically" if requested.rounding == "stochastic" else ""
     params = f"parameters {requested.params}{rounded}"
-    return f"compute {requested.compute}, {params}, gradients summed in {requested.reduce}{inputs}"
+    return f"compute {requested.compute}, {params}, gradients added over devices in {requested.reduction}{inputs}"
 
 
 def _microbatches(context: Context, batch_size: int) -> str:
@@ -201,7 +201,7 @@ def _reducer(task_step: TaskStep, context: Context) -> str:
         return f"{name}: not used, since nothing is reduced over replicas{by_partitioner}"
     if not context.usage.has_called("value_and_grad"):
         return f"{name}: not used, since train_step never calls sk.value_and_grad{by_partitioner}"
-    itemsize = jnp.dtype(task_step.config.precision.reduce).itemsize
+    itemsize = jnp.dtype(task_step.config.precision.reduction).itemsize
     plain = lambda leaves: sum(2 * (x.num - 1) / x.num * itemsize * x.size for x in leaves)
     replicas: Callable[[tuple[str, ...]], str] = lambda axes: (
         f"{shown_axes(axes)} ({context.sharding.size(*axes)} replicas)"

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from spmdkit.communication.reducers.base import Reducer
 from spmdkit.config import Config
+from spmdkit.config.fields import widest
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import jaxprs, plugins, user_code
 from spmdkit.mesh import layout
@@ -45,7 +46,8 @@ def step_context(
     chosen = trace_context.StepOptions(
         compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
         inputs=dtypes.inputs or "compute",
-        reduce_dtype=jnp.dtype(dtypes.reduce),
+        gradient_dtype=jnp.dtype(widest("float32", dtypes.params, dtypes.reduction)),
+        reduction_dtype=jnp.dtype(dtypes.reduction),
         rounds_stochastically=dtypes.rounding == "stochastic",
         reducer=reducer_of(config),
         remat=policy(remat) if isinstance(remat, str) else policy_of_names(remat.save, remat.offload),

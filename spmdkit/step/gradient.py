@@ -199,7 +199,7 @@ def _local_gradient(
                 leaves = named_leaves(select(parts[0], lambda role: role == "overwritten"))
                 new_values = {path: Max(x, jnp.isnan(x).astype(x.dtype)) for path, x in leaves}
                 parts = tuple(None if tree is None else select(tree, lambda role: role is None) for tree in parts)
-            grads, of_count = (None if tree is None else _in_reduce_dtype(context, tree, params) for tree in parts)
+            grads, of_count = (None if tree is None else _in_gradient_dtype(context, tree, params) for tree in parts)
             facts = dataclasses.replace(facts, count_has_gradient=depends, divided=divided)
             return Sums(loss, metrics, grads, of_count, facts, new_values), new_state
 
@@ -257,12 +257,12 @@ def _vjp(fn: Callable[[Any], Any], params: Any) -> tuple[Any, Callable[[Any], An
 
 
 def _gradient_shapes(context: Context, params: Any) -> Any:
-    dtype = context.options.reduce_dtype
+    dtype = context.options.gradient_dtype
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), dtype or jnp.result_type(p)), params)
 
 
-def _in_reduce_dtype(context: Context, grads: Any, params: Any) -> Any:
-    dtypes = {path: context.options.reduce_dtype or p.dtype for path, p in named_leaves(params)}
+def _in_gradient_dtype(context: Context, grads: Any, params: Any) -> Any:
+    dtypes = {path: context.options.gradient_dtype or p.dtype for path, p in named_leaves(params)}
     grads = jax.tree.map_with_path(lambda path, g: g.astype(dtypes[path_name(path)]), grads)
     return trace_context.shard_like_params(context, grads, "compute")
 

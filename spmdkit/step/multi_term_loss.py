@@ -46,7 +46,7 @@ def divides_first(context: Context, loss: Mean | Means, needs_scale: Callable[[]
     """
     if isinstance(loss, Means) or isinstance(loss.count, np.floating):
         return True
-    reduced = context.options.reduce_dtype
+    reduced = context.options.reduction_dtype
     return (reduced is not None and has_small_range(reduced)) or needs_scale()
 
 

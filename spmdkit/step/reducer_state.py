@@ -66,7 +66,7 @@ class FirstStepValidator:
 def reduced_leaves(context: Context) -> list[ReducedLeaf]:
     """Returns the leaves of the gradient that are reduced over replicas, in flattening order."""
     assert context.sharding.placements is not None
-    sharding, leaves, itemsize = context.sharding, [], value_bytes(context.options.reduce_dtype or "float32")
+    sharding, leaves, itemsize = context.sharding, [], value_bytes(context.options.gradient_dtype or "float32")
     specs: list[Any] = jax.tree.leaves(context.sharding.placements.gradient)
     for (path, shape), spec in zip(context.sharding.placements.shapes.items(), specs, strict=True):
         if path in context.options.roles:

@@ -1,5 +1,5 @@
 """Communication between replicas in a step: the config's reducer for gradients, an exact sum or maximum for everything
-else.
+else. `sum` sends and adds gradients in `precision.reduction`.
 
 Runs inside a `shard_map` that is manual over all mesh axes. With `sum`, XLA combines both into one all-reduce.
 """
@@ -87,6 +87,9 @@ def _by_reducer(
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
     """Returns (gradients over all replicas, the reducer's new state, its metrics)."""
     leaves, structure = jax.tree.flatten(gradients)
+    kept = [x.dtype for x in leaves]
+    if reducer.is_sum and context.sharding.size(*axes) > 1:
+        leaves = [x.astype(context.options.reduction_dtype or x.dtype) for x in leaves]
     num = len(jax.tree.leaves(gradients[0]))
     states = _states_of(gradients, call.reducer_state)
     scattered = [-1] * len(leaves) if dims is None else list(jax.tree.leaves(dims)) * (len(leaves) // num)
@@ -104,7 +107,7 @@ def _by_reducer(
             for i, leaf, state in zip(chosen, totals, new_states, strict=True):
                 leaves[i], states[i] = leaf, state
     new = None if call.reducer_state is None else jax.tree.unflatten(jax.tree.structure(gradients[0]), states[:num])
-    return jax.tree.unflatten(structure, leaves), new, metrics
+    return jax.tree.unflatten(structure, [x.astype(d) for x, d in zip(leaves, kept, strict=True)]), new, metrics
 
 
 def _apply(

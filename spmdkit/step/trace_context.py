@@ -215,7 +215,9 @@ class StepOptions:
         compute_dtype: dtype of parameters and inputs while the loss is computed; None: unchanged.
         inputs: floating point arrays of a batch that are cast to `compute_dtype`: `compute` (all), `given` (none), or
             path patterns.
-        reduce_dtype: dtype of the gradient reduction; None: that of the parameters.
+        gradient_dtype: dtype in which microbatches are added, and of the gradient that the optimizer receives; None:
+            that of the parameters.
+        reduction_dtype: dtype in which devices send and add gradients; None: that of the gradient.
         rounds_stochastically: an update of a bfloat16 parameter is rounded stochastically (rounding.py).
         reducer: reduction of gradients over replicas.
         remat: values that `sk.remat` saves (`ops.remat.Remat`); None: nothing is recomputed.
@@ -233,7 +235,8 @@ class StepOptions:
 
     compute_dtype: Any = None
     inputs: str | Sequence[str] = "compute"
-    reduce_dtype: Any = None
+    gradient_dtype: Any = None
+    reduction_dtype: Any = None
     rounds_stochastically: bool = False
     reducer: Reducer = field(default_factory=plain_sum)
     remat: Any = None

@@ -60,8 +60,8 @@ BAD = {
     "mesh..data=4": Parts(found="found 'mesh..data'", rule="a dotted key before `=`"),
     "steps=": Parts("steps", "no value", repair="steps=null"),
     "steps.every=3": Parts("key every", "steps is 7 (a whole number)"),
-    "precision.reduce=bfloat16": Parts(
-        "key reduce", "precision is 'bfloat16' (text)", "keys of mappings", "precision='{reduce: ...}'"
+    "precision.reduction=bfloat16": Parts(
+        "key reduction", "precision is 'bfloat16' (text)", "keys of mappings", "precision='{reduction: ...}'"
     ),
     "mesh={data: 1": Parts(found="not YAML", rule="expected ',' or '}'"),
     "mesh={data: 1, data: 2}": Parts("data", "given twice, first on line 1", repair="Keep one"),

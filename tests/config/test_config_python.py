@@ -43,7 +43,7 @@ FULL = {
     },
     "offload": ["optimizer"],
     "reducer": {"sum": None},
-    "precision": {"compute": "bfloat16", "reduce": "bfloat16"},
+    "precision": {"compute": "bfloat16", "reduction": "bfloat16"},
     "remat": {"save": ["attention"], "offload": ["block"]},
     "compiler_options": {"xla_a": True, "xla_b": None, "xla_c": 3},
     "optimizer": {"name": "adamw", "b2": 0.95},

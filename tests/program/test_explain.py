@@ -36,7 +36,7 @@ def test_explanation_has_ordered_lines_and_reducer_bytes():
     has(found["form"], "manual: shard_map over 8 replicas")
     has(
         found["precision"],
-        "compute bfloat16, parameters float32, gradients summed in float32, floats of a batch cast too",
+        "compute bfloat16, parameters float32, gradients added over devices in bfloat16, floats of a batch cast too",
     )
     has(found["microbatches"], "2 of 32 examples")
     has(found["remat"], "dots: around the whole loss, since the step calls no sk.remat")

@@ -1,5 +1,7 @@
 """Dtypes of a step: the average of parameters, gradients of float64, and which inputs are rounded."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,12 +71,39 @@ def test_the_average_of_bfloat16_parameters_moves(tmp_path):
 # ---- gradients
 
 
-def test_gradients_are_summed_in_wider_dtype():
-    reduce = lambda **precision: sk.Config(task="t.py:t", precision=precision).precision.reduce
-    assert reduce() == "float32"
-    assert reduce(compute="bfloat16", params="bfloat16") == "float32"
-    assert reduce(params="float64") == "float64"
-    assert reduce(params="float64", reduce="float32") == "float32"
+def test_gradients_are_reduced_in_compute_dtype():
+    reduction = lambda **precision: sk.Config(task="t.py:t", precision=precision).precision.reduction
+    assert reduction() == reduction(params="bfloat16") == "float32"
+    assert reduction(compute="bfloat16") == "bfloat16"
+    assert reduction(params="float64") == "float64"
+    assert reduction(params="float64", reduction="float32") == "float32"
+
+
+def pair_task():
+    """Returns a task with a sharded pair of products, whose gradients are reduced over data and over fsdp."""
+    weights = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}
+
+    def loss(p, b, key):
+        y = sk.column_row_parallel(b["x"], [p["up"]], jax.nn.relu, p["down"])
+        return sk.mean(jnp.square(y.astype(jnp.float32)).mean((1, 2)))
+
+    rules = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
+    data = {"x": np.ones((16, 4, 16), np.float32)}
+    return sk.Task(lambda key: weights, loss, optax.sgd(1.0), train_data=data, rules=rules)
+
+
+@pytest.mark.parametrize("reduction, sent", [(None, "bf16"), ("float32", "f32")])
+def test_one_dtype_of_reductions_over_all_axes(reduction, sent):
+    precision = {"compute": "bfloat16"} | ({"reduction": reduction} if reduction else {})
+    layout = {"min_shard_bytes": 0}
+    program = program_of(
+        pair_task(), steps=1, precision=precision, mesh={"data": 2, "fsdp": 2, "tensor": 2}, layout=layout, **PLAIN
+    )
+    ops = re.findall(
+        r"stablehlo\.(all_reduce|reduce_scatter)\".*?\}\) : \(tensor<([^>]*)>", program.lowered.as_text(), re.S
+    )
+    of_weights = {(op, shape.rpartition("x")[2]) for op, shape in ops if shape.startswith(("8x", "16x", "32x"))}
+    assert of_weights == {("all_reduce", sent), ("reduce_scatter", sent)}, ops
 
 
 def test_float64_parameters_keep_float64_gradients():

@@ -57,7 +57,7 @@ class ReducedLeaf(NamedTuple):
         axes: replica axis -> size, for the axes larger than one over which the leaf is reduced.
         cut: mesh axes that shard the leaf. Leaves with the same axes share a buffer.
         before: replica axes over which ZeRO 2 reduces the leaf before the reducer runs.
-        value_bytes: bytes of an uncompressed value: 4, or 8 with `precision.reduce: float64`.
+        value_bytes: bytes of an uncompressed value: 4, or 8 with gradients in float64.
     """
 
     path: str
@@ -110,10 +110,11 @@ class Reducer:
             over replicas and with one device. For an inexact reducer `verify` uses its `exact_options` or `sum`, and
             the reducer's contract test bounds its error.
         apply: `(leaves, states, over) -> (leaves, states)`.
-            leaves: this device's shard of each leaf of one replica's gradient, dtype `precision.reduce`, [*shard of the
-                leaf]. These are some of the tree's leaves, in flattening order: a step may call `apply` several times,
-                over different axes (ZeRO 2). The results have the same shapes and dtypes, are summed over `over.axes`,
-                bitwise equal on every replica and typed as invariant: end with `psum` or `gather_parts`.
+            leaves: this device's shard of each leaf of one replica's gradient, [*shard of the leaf], in float32 or
+                wider; for `sum` in `precision.reduction`. These are some of the tree's leaves, in flattening order: a
+                step may call `apply` several times, over different axes (ZeRO 2). The results have the same shapes and
+                dtypes, are summed over `over.axes`, bitwise equal on every replica and typed as invariant: end with
+                `psum` or `gather_parts`.
             states: one mapping per leaf, with the arrays of `init`, [*shard of the leaf], typed varying along
                 `over.axes`. Float32 for leaves of any dtype.
             Each message may depend on one buffer only: never mix leaves that vary over different mesh axes

@@ -55,6 +55,7 @@ from spmdkit.ops.moe.capacity import num_slots, through_slots
 from spmdkit.ops.moe.dropless import through_rows
 from spmdkit.ops.moe.experts import Expert, dims_of, is_dims, mlp
 from spmdkit.ops.moe.router import Load, load_of, route, token_noise
+from spmdkit.ops.tensor import whole_weight
 from spmdkit.step import trace_context
 
 __all__ = ["Load", "mlp", "moe"]
@@ -199,7 +200,7 @@ def _whole(weight: jax.Array, dims: Dims, differs: Sequence[str]) -> jax.Array:
     weight = compat.as_varying(weight, differs)
     for i, name in enumerate(dims):
         if name == GATHERED:
-            weight = all_gather(weight, name, i)
+            weight = whole_weight(weight, name, i)
     return weight
 
 

@@ -10,7 +10,7 @@ v P - 1 inputs of a chunk, for any number of microbatches. This requires the los
 of a `custom_vjp` computes the gradient, by `jax.vjp` inside the tick, and the backward rule only scales it.
 
 Cost: a stage's forward pass is recomputed from its stored input (as with `remat: full` around a stage; a rematerialised
-layer is recomputed once more). Gradients are summed per stage in `precision.reduce`. The results of an idle stage are
+layer is recomputed once more). Gradients are added per stage in float32 or wider. The results of an idle stage are
 masked with a select, never multiplied by zero.
 
 Wire, per device and call of the loss, A bytes of one microbatch's activation on a device, P stages, H bytes of
@@ -120,7 +120,7 @@ class _TickLoop:
 
     def start(self) -> _Carry:
         """Returns the carry before the first tick: zeros with their final sharding."""
-        pipe, dtype = self.pipe, self.pipe.context.options.reduce_dtype
+        pipe, dtype = self.pipe, self.pipe.context.options.gradient_dtype
         sums = jax.eval_shape(self.losses, pipe.zeros(pipe.x_shapes), jnp.bool_(True), jnp.int32(0))[0]
         of_stage = lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype)
         like: Callable[[Any], Any] = lambda tree: pipe.zeros(

@@ -1,7 +1,7 @@
 """`float32-on-the-wire`: data is sent as float32, and all receivers cast it to bfloat16: twice the bytes necessary.
 
 Checked if `precision.compute` is bfloat16, for ops that only move data (gathers, exchanges, permutations). Sums are
-not reported: `precision.reduce` requests a sum in float32.
+not reported: `precision.reduction: float32` requests them.
 """
 
 from __future__ import annotations

@@ -181,11 +181,11 @@ TABLE: Table = {
     "bf16": {"enabled": _PRECISION, "immediate_grad_update": _OVERLAP},
     "bfloat16": {"enabled": _PRECISION},
     "amp": {"enabled": _PRECISION, "opt_level": _SCALE},
-    "data_types": {"grad_accum_dtype": to("precision.reduce", lambda v: {"fp32": "float32"}.get(v, "bfloat16"))},
+    "data_types": {"grad_accum_dtype": automatic("microbatches are added in float32")},
     "communication_data_type": when(
-        lambda v: v in (None, "fp32"),
-        automatic("gradients are reduced in float32"),
-        to("reducer", lambda v: "bfloat16"),
+        lambda v: v is None,
+        automatic("gradients are added over devices in the dtype of the computation"),
+        to("precision.reduction", lambda v: {"fp32": "float32"}.get(v, "bfloat16")),
     ),
     "seq_parallel_communication_data_type": automatic("activations are sent in the dtype of the computation"),
     **each(

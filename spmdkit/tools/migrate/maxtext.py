@@ -346,9 +346,7 @@ TABLE: dict[str, Rule] = {
     "gradient_clipping_threshold": when(lambda v: float(v) > 0, to("clip_norm", float), automatic("no clipping")),
     "dtype": _DTYPES("precision.compute"),
     "weight_dtype": _DTYPES("precision.params"),
-    "grad_dtype": automatic(
-        "gradients are reduced in the wider of float32 and the parameters' dtype: precision.reduce"
-    ),
+    "grad_dtype": automatic("gradients are added over devices in precision.reduction, and stored in float32"),
     "remat_policy": _remat,
     "enable_checkpointing": _off("checkpoint", None, "checkpoint"),
     "checkpoint_period": _period,

@@ -24,7 +24,7 @@ def test_replicas_are_bitwise_equal_while_it_learns(name):
 @pytest.mark.parametrize("name", sorted(ROWS.keys() - {"sum", *ANOTHER_SUM}))
 def test_exact_options_equal_sum_under_all_settings(name):
     mesh = {"mesh": {"replica": 2, "data": 2}}
-    precision = {"compute": "bfloat16", "reduce": "float32"}
+    precision = {"compute": "bfloat16", "reduction": "float32"}
     settings = {"microbatches": 2, "clip_norm": 0.5, "ema": 0.9, "precision": precision}
     expected, losses = train(program(mesh, "sum", adam(), **settings), 4)
     state, found = train(program(mesh, lossless(name), adam(), **settings), 4)

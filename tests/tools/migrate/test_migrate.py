@@ -244,7 +244,7 @@ def test_every_setting_has_one_line(tmp_path):
         ("a.json", {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 0}),
         ("a.json", {"train_batch_size": 16, "gradient_accumulation_steps": 0}),
         ("a.json", {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupCosineLR", "params": {}}}),
-        ("a.json", {"train_batch_size": 16, "data_types": {"grad_accum_dtype": []}}),
+        ("a.json", {"train_batch_size": 16, "communication_data_type": []}),
         ("a.yaml", {"distributed_type": "FSDP", "fsdp_config": "full"}),
         ("a.yaml", {"distributed_type": "DEEPSPEED", "deepspeed_config": {"gradient_clipping": "much"}}),
         ("a.yaml", {"base_config": "base.yml", "steps": "many"}),
