@@ -203,7 +203,7 @@ def destination_of(module: Module, visit: Visit) -> str:
                 continue
             if goal := _goal(user):
                 reached.add(goal)
-            elif not _computes(module, user):
+            if goal != "update" and not _computes(module, user):
                 position = user.operands.index(i.name) if user.opcode == "tuple" else None
                 waiting.append((user, site, position))
     return next((goal for goal in ("update", "outside", "output") if goal in reached), "")
