@@ -379,11 +379,16 @@ def doctor(
         str | None,
         typer.Option(metavar="TIME", help=("Duration for which all devices compute the same products: 30s, 5m.")),
     ] = None,
+    start: Annotated[
+        bool, typer.Option("--start", help="Print how each second of a start of train is spent, to its first step.")
+    ] = False,
     json_: AsJson = False,
 ) -> None:
     """Describe the machines and check their health; exit code 1 if a check fails. Also under launch."""
-    from spmdkit.tools.doctor import examine
+    from spmdkit.tools.doctor import examine, examine_start
 
+    if start:
+        raise SystemExit(examine_start(config, overrides or [], as_json=json_))
     raise SystemExit(examine(_load(config, overrides) if config else None, burn_in, as_json=json_))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
@@ -42,6 +42,8 @@ _phase = Phase("begin", "", 0, time.monotonic(), 0)
 _owner: int | None = None
 seconds_by_phase: dict[str, float] = defaultdict(float)
 """Phase -> total seconds of its completed occurrences."""
+on_change: Callable[[Phase], None] | None = None
+"""Called with each new phase, in the training thread; None: nothing."""
 
 
 _ends_since = float("-inf")
@@ -55,6 +57,8 @@ def begin() -> None:
     _owner = threading.get_ident()
     _phase = Phase("begin", "", 0, time.monotonic(), _phase.number + 1)
     seconds_by_phase.clear()
+    if on_change is not None:
+        on_change(_phase)
 
 
 def end() -> None:
@@ -87,6 +91,8 @@ def enter(phase: str, step: int | None = None, detail: str = "") -> None:
     before, now = _phase, time.monotonic()
     seconds_by_phase[before.phase] += now - before.since
     _phase = Phase(phase, detail, before.step if step is None else step, now, before.number + 1)
+    if on_change is not None:
+        on_change(_phase)
 
 
 @contextmanager

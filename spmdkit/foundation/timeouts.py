@@ -33,6 +33,7 @@ HOST_CHECK_S = 120.0  # for the results of all hosts: each connects to all other
 RUN_DIRECTORY_VISIBLE_S = 5.0  # for a file that process 0 has written: NFS caches a directory for seconds
 RUN_DIRECTORY_POLL_S = 0.05  # between two checks for that file
 DOCTOR_COLLECTIVE_S = 30.0  # a collective in `spmdkit doctor`
+DOCTOR_START_S = 600.0  # for the first step in `spmdkit doctor --start`
 
 # ---- watchdog and exit ----
 WATCHDOG_TICK_S = 0.2  # between two polls of the watchdog

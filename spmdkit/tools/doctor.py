@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from spmdkit.program import allocator, compile_cache
 from spmdkit.run.startup import health_checks
 from spmdkit.run.startup.health_checks import Verdict
 from spmdkit.run.startup.health_checks.bandwidth import table
+from spmdkit.tools.start import measure_start
 
 
 def examine(config: Config | None, burn_text: str | None, as_json: bool) -> int:
@@ -55,6 +57,24 @@ def examine(config: Config | None, burn_text: str | None, as_json: bool) -> int:
         print(visible("\n".join(lines)))
     cluster.shutdown()
     return ExitCode.CHECK_FAILED if report["problems"] else ExitCode.DONE
+
+
+def examine_start(config: Path | None, overrides: list[str], as_json: bool) -> int:
+    """Prints how each second of a start of `train` is spent, and returns the exit code.
+
+    Raises:
+        ConfigError: there is no config, or it does not train.
+    """
+    if config is None:
+        raise ConfigError("doctor --start measures a start of `train`, and needs a config. Try doctor run.yaml --start.")
+    found = measure_start(config, overrides)
+    if as_json:
+        print_json(found)
+        return ExitCode.DONE
+    rows = [(f"{seconds:.3f} s", f"{seconds / found['total_s']:.0%}", what) for what, seconds in found["rows"]]
+    lines = columns([*rows, (f"{found['total_s']:.3f} s", "100%", "from the command to the end of the first step")])
+    print(visible("\n".join(lines)))
+    return ExitCode.DONE
 
 
 def seconds_of(text: str) -> float:
