@@ -222,7 +222,7 @@ def plan(
         str,
         typer.Option(
             help="What the search varies, comma-separated: mesh, context, expert, pipeline, batch, microbatches, "
-            "remat, zero, offload, precision, attention."
+            "remat, zero, offload, precision, attention, scan, compiler."
         ),
     ] = "mesh",
     compile: Annotated[int, typer.Option(help="Number of candidates to compile.")] = 8,
@@ -257,6 +257,30 @@ def plan(
         prices=prices,
     )
     run_plan(config, overrides or [], options)
+
+
+@app.command(epilog="Example: spmdkit tune configs/linear_regression.yaml --seconds 60")
+def tune(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    seconds: Annotated[float, typer.Option(help="Time limit of the search.")] = 300.0,
+    target: Annotated[
+        str | None,
+        typer.Option(help="A machine that is not at hand, as for plan: compares predicted times.", show_default=False),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="File of the best config; default: NAME_tuned.yaml next to CONFIG.", metavar="FILE"),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure although a result is stored.")] = False,
+    json_: AsJson = False,
+) -> None:
+    """Find settings that make the step faster and keep its loss and gradient: microbatches, remat, attention tiles,
+    prefetch, stacked layers, compiler options. Measured on the devices at hand."""
+    from spmdkit.tools.tune.command import TuneOptions, run_tune
+
+    options = TuneOptions(seconds=seconds, target=target, write=write, again=again, as_json=json_)
+    run_tune(_load(config, overrides), options)
 
 
 @app.command(epilog="Example: spmdkit verify configs/linear_regression.yaml --microbatches 1,2")

@@ -98,6 +98,8 @@ TRACKER_CLOSE_S = 10.0  # for a tracker, at the end of a run
 GIT_S = 5.0  # for git to report the commit
 PLAN_CLOSE_S = 60.0  # for the plan of the run, at its end
 PLAN_WORKER_S = 900  # for a process of `plan --search`
+TUNE_LIST_S = 600.0  # for the process that lists the variants of `tune`
+TUNE_VARIANT_S = 180.0  # for a variant of `tune`: it is killed then
 VERIFY_JOB_S = 600.0  # for a process of `verify`
 
 # ---- parameter server and Horovod ----

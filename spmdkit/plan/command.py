@@ -321,7 +321,12 @@ def _run_search(config: Config, machine: Target, options: PlanOptions) -> Docume
     document = ranking.best.document | {"candidates": rows, "num_compiled": ranking.num_compiled}
     if options.write is not None:
         best = replace_keys(config, ranking.best.changes | _devices_of(config, machine))
-        _write_config(best, config, document, options.write)
+        head = (
+            f"# The best of {len(rows)} candidates for {machine.name}, {ranking.num_compiled} of them compiled "
+            f"(spmdkit plan --search, {datetime.datetime.now(datetime.UTC).date()}).\n"
+            f"# Predicted: {document['predicted_step_s']:.4g} s a step.\n"
+        )
+        write_config(best, config, head, options.write)
     return document
 
 
@@ -333,14 +338,13 @@ def _devices_of(config: Config, machine: Target) -> dict[str, str]:
     return {"devices": "auto"} if is_fake and machine.chip.kind != "cpu" else {}
 
 
-def _write_config(best: Config, config: Config, document: Document, path: Path) -> None:
+def write_config(best: Config, config: Config, head: str, path: Path) -> None:
+    """Writes a config that a search found for `config`, below comments.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     same_folder = path.resolve().parent == config.folder.resolve()
-    date = datetime.datetime.now(datetime.UTC).date()
-    head = (
-        f"# The best of {len(document['candidates'])} candidates for {document['target']}, {document['num_compiled']} "
-        f"of them compiled (spmdkit plan --search, {date}).\n# Predicted: {document['predicted_step_s']:.4g} s a "
-        "step.\n"
-    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, (head + to_short_yaml(best, absolute_paths=not same_folder, hide_secrets=True)).encode())

@@ -18,6 +18,7 @@ from spmdkit.program.groups import optimizer_of
 from spmdkit.program.init_state import abstract_init
 from spmdkit.program.task import Task
 from spmdkit.step.groups.groups import GROUPED
+from spmdkit.step.rng import abstract_key
 from spmdkit.step.state import TrainState
 from spmdkit.step.state import create as create_state
 
@@ -79,7 +80,7 @@ def evaluated_arrays(
         variables = init(key)
         return create_state(variables.params, variables.state, optimizer, config.seed, config.ema)
 
-    shapes = jax.eval_shape(create, jax.random.key(config.seed))
+    shapes = jax.eval_shape(create, abstract_key())
     eval_params = eval_params_of(task, shapes)
     assert eval_params is not None
 

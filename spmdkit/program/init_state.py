@@ -41,6 +41,7 @@ from spmdkit.step import trace_context
 from spmdkit.step.explicit import needs_explicit_axes
 from spmdkit.step.gradient import is_cast
 from spmdkit.step.leaf_roles import Declared
+from spmdkit.step.rng import abstract_key
 from spmdkit.step.state import Initial, Variables
 from spmdkit.step.user_state import UserState, view_of, with_fixed
 
@@ -119,7 +120,7 @@ def _traced(init: Callable[[jax.Array], Any], config: Config, mesh: Mesh | None)
                 return init(key)
 
         try:
-            return call_user(functools.partial(jax.eval_shape, traced, jax.random.key(config.seed)), "init"), context
+            return call_user(functools.partial(jax.eval_shape, traced, abstract_key()), "init"), context
         except (ConfigError, UserCodeError):
             if rules == choices[-1]:
                 raise
@@ -228,7 +229,7 @@ def abstract_init(task: Task, config: Config, mesh: Mesh | None = None) -> Abstr
                 f"init returned model state '{name}' as float0, which is JAX's gradient of an integer: it holds no "
                 "data, and cannot be saved. Remove it."
             )
-    jaxpr, stored = jax.make_jaxpr(init_as_stored, return_shape=True)(jax.random.key(config.seed))
+    jaxpr, stored = jax.make_jaxpr(init_as_stored, return_shape=True)(abstract_key())
     paths = [path.removeprefix("params/") for path, _ in named_leaves(stored)]
     constrained = zip(paths, constrained_outputs(jaxpr), strict=True)
     annotations = Annotations(_rules_of(context, config), {path: spec for path, spec in constrained if spec})

@@ -53,6 +53,7 @@ from spmdkit.step.dataflow.analysis import Usage
 from spmdkit.step.groups import groups
 from spmdkit.step.metrics.base import is_metric
 from spmdkit.step.model_state import agreement
+from spmdkit.step.rng import abstract_key
 from spmdkit.step.state import TrainState, check_not_donated, without_aliases
 from spmdkit.step.step import Batch, StepChecks
 
@@ -113,7 +114,7 @@ class Program:
         self._returned: weakref.ref[TrainState] | None = None
         self._state_groups = state_groups(config, self.stateful, task.is_manual, self.num_replicas)
         self.state_reduction = agreement.declared_reductions(task.state_reduction, abstract_model_state)
-        self._abstract_state = jax.eval_shape(self._create_one, jax.random.key(0))  # one copy
+        self._abstract_state = jax.eval_shape(self._create_one, abstract_key())  # one copy
         self._roles, self._unread = self._leaf_roles(abstract_params)
         self._eval_params = eval_params_of(task, self._abstract_state)
         check_names(self._abstract_state, "the state")
@@ -549,7 +550,7 @@ class Program:
         """The program that creates the state before the first step, (key, loaded leaves) -> the other leaves, as passed
         to the compiler."""
         paths = [path for path, _ in named_leaves(self.abstract_state) if path not in self._loadable]
-        return self._init_program(paths).lower(jax.random.key(self.config.seed), self._loadable)  # type: ignore[no-any-return]
+        return self._init_program(paths).lower(abstract_key(), self._loadable)  # type: ignore[no-any-return]
 
     @functools.cached_property
     def _compiled_init(self) -> jax.stages.Compiled:

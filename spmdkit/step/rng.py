@@ -48,6 +48,12 @@ def default_impl() -> str:
     return str(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
 
 
+def abstract_key() -> jax.ShapeDtypeStruct:
+    """Returns the shape of a root key: enough to trace `init`, and no program is compiled for it."""
+    key: jax.ShapeDtypeStruct = jax.eval_shape(lambda: jax.random.key(0))
+    return key
+
+
 def root_data(seed: int) -> jax.Array:
     """Returns the data of the run's root key, which is passed to `init`."""
     return jax.random.key_data(jax.random.key(seed))

@@ -66,7 +66,7 @@ def examine_start(config: Path | None, overrides: list[str], as_json: bool) -> i
         ConfigError: there is no config, or it does not train.
     """
     if config is None:
-        raise ConfigError("doctor --start measures a start of `train`, and needs a config. Try doctor run.yaml --start.")
+        raise ConfigError("doctor --start measures a start of train, and needs a config. Try doctor run.yaml --start.")
     found = measure_start(config, overrides)
     if as_json:
         print_json(found)

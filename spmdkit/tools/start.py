@@ -57,7 +57,10 @@ def measure_start(config: Path, overrides: Sequence[str], env: dict[str, str] | 
     with tempfile.TemporaryDirectory(prefix="spmdkit-start-") as folder:
         out = Path(folder) / "start.json"
         own = [f"run_dir={folder}/run", "log.every_steps=1", "log.progress=plain", "log.trackers=[]"]
-        code = "import sys; from spmdkit.tools.start import record_start; record_start(sys.argv.pop(1), sys.argv.pop(1))"
+        code = (
+            "import sys; from spmdkit.tools.start import record_start; record_start(); "
+            "from spmdkit.__main__ import main; sys.exit(main())"
+        )
         command = [sys.executable, "-c", code, repr(time.monotonic()), str(out), "train", str(config), *overrides, *own]
         try:
             done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=DOCTOR_START_S)
@@ -75,16 +78,14 @@ def measure_start(config: Path, overrides: Sequence[str], env: dict[str, str] | 
     return found
 
 
-def record_start(begun: str, out: str) -> None:
-    """Runs the command line of `sys.argv`, writes the record to a file and ends the process after the first step."""
+def record_start() -> None:
+    """Records from now on; ends the process after the first step. Takes two arguments from `sys.argv`: the time of the
+    command in monotonic seconds, and the file of the record."""
     from spmdkit.foundation import phase
 
-    recorder = _Recorder(float(begun), Path(out))
-    sys.meta_path.insert(0, recorder)
+    recorder = _Recorder(float(sys.argv.pop(1)), Path(sys.argv.pop(1)))
+    sys.meta_path.insert(0, recorder)  # type: ignore[arg-type]
     phase.on_change = recorder.change
-    from spmdkit.__main__ import main
-
-    sys.exit(main())
 
 
 class _Recorder:
@@ -102,7 +103,11 @@ class _Recorder:
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((spec for spec in specs if spec is not None), None)
         loader = getattr(spec, "loader", None)
-        if loader is not None and not isinstance(loader, type) and threading.current_thread() is threading.main_thread():
+        if (
+            loader is not None
+            and not isinstance(loader, type)
+            and threading.current_thread() is threading.main_thread()
+        ):
             label = f"import {name.partition('.')[0]}"
             for method in ("create_module", "exec_module"):
                 if hasattr(loader, method):
@@ -137,14 +142,14 @@ class _Recorder:
             jax.monitoring.register_event_duration_secs_listener(self._event)
             self._listens = True
 
-    def _event(self, name: str, seconds: float, **facts: Any) -> None:
-        label = _OF_JAX.get(name)
+    def _event(self, event: str, duration_secs: float, **facts: str | int) -> None:
+        label = _OF_JAX.get(event)
         if label is None or threading.current_thread() is not threading.main_thread():
             return
         now = time.monotonic()
-        self._intervals.append((label, now - seconds, now))
+        self._intervals.append((label, now - duration_secs, now))
         if label == _OF_JAX["/jax/core/compile/backend_compile_duration"]:
-            self._programs.append((str(facts.get("fun_name", "")), seconds))
+            self._programs.append((str(facts.get("fun_name", "")), duration_secs))
 
     def _write(self, end: float) -> None:
         seconds = exclusive(self._intervals)

@@ -19,6 +19,9 @@ NO_WAITS = {
     "faults/preemption_sources/aws.py",  # how long a token is valid
     "plan/fit_check.py",  # the interpreter's switch interval
     "run/startup/health_checks/outliers.py",  # the most that two clocks may differ
+    "tools/start.py",  # the smallest import that is a row
+    "tools/tune/search.py",  # for how long a variant is measured
+    "tools/tune/measure.py",  # the length of a block of steps
     "tools/doctor.py",  # units, and the most that may be requested
     "tools/drill/network.py",  # a delay of packets
     "tools/drill/timing.py",  # a delay that is drawn

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +20,32 @@ from spmdkit.mesh.mesh import AXES, BATCH_AXES, count, describe_mesh, resolve
 from spmdkit.ops.remat import LAYER_INPUT, POLICIES
 from spmdkit.plan.machine.target import Target
 from spmdkit.plan.search.estimate import Estimate, estimate
+from spmdkit.program.opening import task_of
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
 
 SEARCHED_AXES = ("data", "fsdp", "tensor")
 OTHER_AXES = ("context", "expert", "pipeline")
 """Axes that a search varies on request: only some models use them."""
-VARIED = ("mesh", *OTHER_AXES, "batch", "microbatches", "remat", "zero", "offload", "precision", "attention")
+VARIED = (
+    "mesh", *OTHER_AXES, "batch", "microbatches", "remat", "zero", "offload", "precision", "attention", "scan",
+    "compiler",
+)  # fmt: skip
+SCAN = "scan_layers"
+"""Argument of a task: its layers are one stack that a loop reads, or separate arrays."""
+PRESETS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "cpu": (
+        {"xla_cpu_use_fusion_emitters": False},
+        {"xla_cpu_enable_concurrency_optimized_scheduler": False},
+        {"xla_cpu_prefer_vector_width": 512},
+    ),
+    "gpu": (
+        {"xla_gpu_enable_latency_hiding_scheduler": True},
+        {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_all_reduce_combine_threshold_bytes": 2**28},
+    ),
+    "tpu": ({"xla_tpu_scoped_vmem_limit_kib": 65536}, {"xla_tpu_scoped_vmem_limit_kib": 98304}),
+}
+"""Kind of chip -> sets of options of its compiler."""
 
 
 @dataclass
@@ -111,7 +130,7 @@ def candidates(config: Config, task: Task, target: Target, search_over: Sequence
             f"--search-over names attention, the tiles of splash attention, which runs on TPUs, and the target is "
             f"{target.name}. Leave it out, or search for a TPU."
         )
-    settings, results = list(_settings(config, search_over)), list[Candidate]()
+    settings, results = list(_settings(config, search_over, target.chip.kind)), list[Candidate]()
     zeros: Sequence[int | None] = (1, 2, 3) if "zero" in search_over else (None,)
     for sizes, zero in itertools.product(_meshes(config, target, search_over), zeros):
         if zero not in (None, 3) and sizes["fsdp"] == 1:  # all stages are the same
@@ -120,7 +139,32 @@ def candidates(config: Config, task: Task, target: Target, search_over: Sequence
         if zero is not None and sizes["fsdp"] > 1:
             changes["layout.zero"] = zero
         results += _of_mesh(config, task, target, sizes, changes, settings)
+        if "scan" in search_over and isinstance(stacked := config.task_args.get(SCAN, True), bool):
+            other = {"task_args": {**config.task_args, SCAN: not stacked}}
+            results += _with_other_task(config, target, sizes, changes | other, settings)
     return sorted(results, key=lambda c: c.estimate_per_example_s)
+
+
+def variants_of(config: Config, task: Task, target: Target, setting: str) -> list[dict[str, Any]]:
+    """Returns the candidates that change one setting only, in the order of their estimates: `changes`, `name` without
+    the mesh, and the reason of those that are not legal."""
+    if setting == "prefetch":
+        return [
+            {"changes": {"data.prefetch": num}, "name": f"prefetch {num}", "refused": None}
+            for num in (1, 2, 4)
+            if num != config.data.prefetch
+        ]
+    if setting == "attention" and target.chip.kind != "tpu":
+        return []
+    key = {"compiler": "compiler_options", "scan": "task_args"}.get(setting, setting)
+    found = list[dict[str, Any]]()
+    for candidate in candidates(config, task, target, [setting]):
+        changes = {name: value for name, value in candidate.changes.items() if name != "mesh"}
+        if changes.keys() == {key}:
+            refused = None if candidate.estimate_s is not None else candidate.reason
+            name = f"{SCAN} {changes[key][SCAN]}" if setting == "scan" else candidate.name.partition(", ")[2]
+            found.append({"changes": changes, "name": name, "refused": refused})
+    return found
 
 
 def _meshes(config: Config, target: Target, search_over: Sequence[str]) -> Iterator[dict[str, int]]:
@@ -151,10 +195,11 @@ def _current(config: Config) -> dict[str, Any]:
         "offload": config.offload,
         "precision.compute": config.precision.compute,
         "attention": config.attention.model_dump(exclude_defaults=True),
+        "compiler_options": dict(config.compiler_options),
     }
 
 
-def _settings(config: Config, search_over: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _settings(config: Config, search_over: Sequence[str], kind: str) -> Iterator[dict[str, Any]]:
     """Yields the combinations of values of these settings; `auto` is varied too."""
     if "batch" in search_over and not isinstance(config.batch_size, int):
         raise ConfigError(
@@ -169,6 +214,7 @@ def _settings(config: Config, search_over: Sequence[str]) -> Iterator[dict[str, 
         "offload": ("offload", [config.offload, *offloaded]),
         "precision.compute": ("precision", ["float32", "bfloat16"]),
         "attention": ("attention", _tiles(config)),
+        "compiler_options": ("compiler", _presets(config, kind)),
     }
     choices = [
         values[key][1] if values[key][0] in search_over or now == "auto" else [now]
@@ -184,6 +230,24 @@ def _tiles(config: Config) -> list[dict[str, Any]]:
     tiles = itertools.product((512, 1024, 2048), (False, True))
     others = [{"block_q": n, "block_kv": n, "fused_backward": fused} for n, fused in tiles]
     return [section, *(section | other for other in others)]
+
+
+def _presets(config: Config, kind: str) -> list[dict[str, Any]]:
+    """Returns the compiler options as they are, and with each preset that changes them."""
+    now = dict(config.compiler_options)
+    presets = [now | dict(preset) for preset in PRESETS.get(kind, ())]
+    return [now, *(options for options in presets if options != now)]
+
+
+def _with_other_task(
+    config: Config, target: Target, sizes: dict[str, int], changes: dict[str, Any], settings: Sequence[dict[str, Any]]
+) -> list[Candidate]:
+    """Returns the candidates of a mesh with other arguments of the task."""
+    try:
+        task = task_of(replace_keys(config, {"task_args": changes["task_args"]}))
+    except (ConfigError, UserCodeError) as error:
+        return [Candidate(changes, sizes, config.largest_batch, "refused", str(error).splitlines()[0])]
+    return _of_mesh(config, task, target, sizes, changes, settings)
 
 
 def _of_mesh(

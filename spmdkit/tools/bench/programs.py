@@ -115,6 +115,10 @@ def side_by_side(opened: Sequence[Opened], devices: Sequence[jax.Device]) -> Ite
 
 
 def _fit(together: Sequence[Opened], limit: int | None) -> bool:
-    programs = [x.program for x in together if x.program is not None]
+    return fit_together([x.program for x in together if x.program is not None], limit)
+
+
+def fit_together(programs: Sequence[Program], limit: int | None) -> bool:
+    """Returns whether a device holds the states of all programs, and the temporaries of the largest."""
     states = sum(program.input_bytes.state_bytes for program in programs)
     return limit is None or states + max(p.step_bytes.peak_bytes - p.input_bytes.state_bytes for p in programs) <= limit
