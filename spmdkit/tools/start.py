@@ -84,7 +84,7 @@ def record_start() -> None:
     from spmdkit.foundation import phase
 
     recorder = _Recorder(float(sys.argv.pop(1)), Path(sys.argv.pop(1)))
-    sys.meta_path.insert(0, recorder)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, recorder)
     phase.on_change = recorder.change
 
 
