@@ -114,8 +114,10 @@ class Chip:
         return num_bytes / ((self.cache_bytes_per_s if cached else self.memory_bytes_per_s) * self.efficiency.memory)
 
     def peak(self, dtype: str) -> float:
-        """Returns the peak FLOP/s of matrix products of a dtype; that of float32 for an unknown dtype."""
-        return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+        """Returns the peak FLOP/s of matrix products of a dtype; that of float32 for an unknown dtype, that of bfloat16
+        for a float8 that the chip has no products of."""
+        wider = "bfloat16" if dtype == "float8" else "float32"
+        return self.flops_per_s.get(dtype, self.flops_per_s[wider])
 
     def products_s(self, by_dtype: Mapping[str, float]) -> float:
         """Returns the seconds of matrix products from dtype -> FLOPs."""
@@ -143,17 +145,19 @@ def _tpu(
     limit_gib: float,
     clock_hz: float,
     devices_per_chip: int = 1,
+    float8: float = 0.0,
 ) -> Chip:
     """Returns a TPU from the figures of its chip.
 
     `limit_gib` is the memory available to a program, from the message of libtpu 0.0.42 for a program that is too large.
     """
     share, is_2d = 1 / devices_per_chip, len(largest) == 2
+    peaks = {"bfloat16": bf16, "float32": bf16, "int8": 2 * bf16} | ({"float8": float8} if float8 else {})
     return Chip(
         name=name,
         kind="tpu",
         device_kinds=device_kinds,
-        flops_per_s={"bfloat16": bf16 * share, "float32": bf16 * share, "int8": 2 * bf16 * share},
+        flops_per_s={dtype: peak * share for dtype, peak in peaks.items()},
         memory_bytes=int(memory_gib * GIB * share),
         memory_bytes_per_s=memory_bytes_per_s * share,
         inner=Link("ici", ici, 1e-6),
@@ -183,12 +187,14 @@ def _gpu(
     pcie: float,
     devices_per_host: int = 8,
 ) -> Chip:
-    """Returns a GPU: float32 products are TF32 (half of bfloat16), int8 twice; `inner` is the rate of NVLink."""
+    """Returns a GPU: float32 products are TF32 (half of bfloat16), int8 and float8 (Ada, Hopper, Blackwell) twice;
+    `inner` is the rate of NVLink."""
+    peaks = {"bfloat16": bf16, "float16": bf16, "float32": bf16 / 2, "int8": 2 * bf16}
     return Chip(
         name=name,
         kind="gpu",
         device_kinds=device_kinds,
-        flops_per_s={"bfloat16": bf16, "float16": bf16, "float32": bf16 / 2, "int8": 2 * bf16},
+        flops_per_s=peaks if name.startswith("a100") else peaks | {"float8": 2 * bf16},
         memory_bytes=memory_bytes,
         memory_bytes_per_s=memory_bytes_per_s,
         inner=Link("pcie" if inner == pcie else "nvlink", inner, 3e-6),
@@ -213,7 +219,7 @@ CHIPS: Mapping[str, Chip] = {
         _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16, 0.82e12, 45e9, 3.125e9, 16e9, (16, 16), 15.75, 1.5e9),
         _tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 96, 2.765e12, 90e9, 6.25e9, 16e9, (16, 16, 24), 95.74, 1.75e9),
         _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32, 1.638e12, 90e9, 12.5e9, 32e9, (16, 16), 31.25, 1.75e9),
-        _tpu("7x", ("TPU7x",), 2307e12, 192, 7.38e12, 90e9, 12.5e9, 32e9, (16, 24, 24), 94.75, 2.2e9, 2),
+        _tpu("7x", ("TPU7x",), 2307e12, 192, 7.38e12, 90e9, 12.5e9, 32e9, (16, 24, 24), 94.75, 2.2e9, 2, 4614e12),
         # bfloat16 FLOP/s, bytes and bytes/s of memory, bytes/s of NVLink, of the network for one GPU, of PCIe (GB200:
         # NVLink-C2C), GPUs that NVLink connects
         _gpu("a100-40", ("NVIDIA A100-SXM4-40GB",), 312e12, 42_331_013_120, 1.555e12, 300e9, 25e9, 32e9),

@@ -31,7 +31,8 @@ class Costs:
         operands = self._module.operands(i)
         if i.opcode in ("dot", "convolution") and len(operands) == 2:
             num_flops = _dot(i, operands) if i.opcode == "dot" else _convolution(i, operands)
-            return {(operands[0].shapes[0].dtype, _passes(i)): num_flops}
+            dtype = operands[0].shapes[0].dtype
+            return {(dtype, _passes(i) if dtype == "f32" else 1): num_flops}
         return kernel_flops(i, operands) if i.opcode == "custom-call" else {}
 
     def _fused(self, name: str) -> dict[tuple[str, int], float]:
@@ -116,7 +117,7 @@ def _dot(i: Instruction, operands: Sequence[Instruction]) -> float:
 
 
 def _passes(i: Instruction) -> int:
-    """Returns the number of bfloat16 passes of a product on a TPU: six at the highest precision, three at high."""
+    """Returns the number of bfloat16 passes of a float32 product on a TPU: six at the highest precision, three at high."""
     match = re.search(r"operand_precision=\{(\w+),(\w+)\}", i.attributes)
     return {"highest": 6, "high": 3}.get(match[1], 1) if match else 1
 

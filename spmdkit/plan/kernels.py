@@ -43,7 +43,7 @@ def kernel_flops(i: Instruction, operands: Sequence[Instruction]) -> dict[tuple[
     elif target.startswith("__cublas") and arrays:
         match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
         contracted = [int(n.strip(' "')) for n in match[1].split(",")] if match and match[1] else []
-        flops = 2.0 * i.shapes[0].size * math.prod(arrays[0].dims[n] for n in contracted)
+        flops, dtype = 2.0 * i.shapes[0].size * math.prod(arrays[0].dims[n] for n in contracted), arrays[0].dtype
     elif target == "tpu_custom_call" and _ATTENTION.search(i.name):
         flops = _mosaic_attention(i.name, [a.dims for a in arrays if a.dtype in _FLOATS and len(a.dims) in (3, 4)])
     return {(dtype, 1): flops} if flops else {}

@@ -196,6 +196,11 @@ def _link_name(path: LinkPath, c: Collective) -> str:
     return f"{path.link} {shown_axes(c.axes) or 'all'}"
 
 
+def _named(dtype: str) -> str:
+    """Returns the name of a dtype of HLO in the chip table."""
+    return "float8" if dtype.startswith("f8") else _DTYPES.get(dtype, dtype)
+
+
 class _Walk:
     """Walks through the computations of a program in the order of the schedule."""
 
@@ -321,7 +326,9 @@ class _Walk:
         flops, num_bytes = self._costs.flops(i), self._costs.bytes(i)
         if not (flops or cycles or (num_bytes and self._is_work(i))):
             return
-        by_dtype = {_DTYPES.get(dtype, dtype): passes * num for (dtype, passes), num in flops.items()}
+        by_dtype = defaultdict[str, float](float)
+        for (dtype, passes), num in flops.items():
+            by_dtype[_named(dtype)] += passes * num
         arithmetic_s = chip.kernel_s(by_dtype) if i.opcode == "custom-call" else chip.products_s(by_dtype)
         memory_s = chip.memory_s(num_bytes)
         seconds = {"launch": chip.launch_s} if cycles is None else {}

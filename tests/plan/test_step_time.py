@@ -206,6 +206,11 @@ KERNELS = {
         "bf16[64,128] bf16[128,32]",
         'custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}',  # noqa: E501
     ),
+    "cublas float8": (
+        2 * 64 * 32 * 128,
+        "f8e4m3fn[64,128] f8e5m2[128,32] f32[]",
+        'custom_call_target="__cublas$lt$matmul$f8", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}',  # noqa: E501
+    ),
     "splash_mha_dkv": (
         4 * 2 * 8 * 16 * 1024 * 1024 * 128 / 2,
         "bf16[8,16,1024,128] bf16[8,16,1024,128] bf16[8,16,1024,128]",
@@ -220,11 +225,11 @@ def test_kernels_have_the_flops_of_their_arrays(name):
     flops, arrays, attributes = KERNELS[name]
     names = [f"%a.{n}" for n, _ in enumerate(arrays.split())]
     lines = [f"{a} = {shape} parameter({n})" for n, (a, shape) in enumerate(zip(names, arrays.split(), strict=True))]
-    result = "bf16[64,32]" if name == "cublas" else "bf16[8]"
+    result = "bf16[64,32]" if "cublas" in name else "bf16[8]"
     kernel = f"ROOT %{name.replace(' ', '_')} = {result} custom-call({', '.join(names)}), {attributes}"
     module = parse("HloModule m\n\nENTRY %main (a: s32[]) -> s32[] {\n  " + "\n  ".join([*lines, kernel]) + "\n}\n")
     i = module.entry.root
-    assert kernel_flops(i, module.operands(i)) == ({("bf16", 1): flops} if flops else {})
+    assert kernel_flops(i, module.operands(i)) == ({(arrays.split("[")[0], 1): flops} if flops else {})
 
 
 def test_chips_of_the_tpu_compiler_have_a_clock():

@@ -43,6 +43,22 @@ def test_a_large_product_takes_its_flops_or_bytes():
     )
 
 
+FLOAT8 = """HloModule product, is_scheduled=true
+
+ENTRY %main (x: f8e4m3fn[4096,4096], y: f8e5m2[4096,4096]) -> bf16[4096,4096] {
+  %x = f8e4m3fn[4096,4096] parameter(0)
+  %y = f8e5m2[4096,4096] parameter(1)
+  ROOT %z = bf16[4096,4096] dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}, operand_precision={highest,highest}
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(("name", "peak"), [("b200", 4500e12), ("l4", 242e12), ("a100-80", 312e12)])
+def test_float8_products_take_one_pass(name, peak):
+    time = predict_time(target(name), parse(FLOAT8), Bill((), {}), jax.devices()[:1])
+    assert time.seconds["arithmetic"] == pytest.approx(2 * 4096**3 / (peak * 0.54))
+
+
 KERNEL = """HloModule kernel, is_scheduled=true
 
 ENTRY %main (x: s8[8], q: bf16[64,128]) -> bf16[64,128] {
