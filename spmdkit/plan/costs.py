@@ -117,7 +117,7 @@ def _dot(i: Instruction, operands: Sequence[Instruction]) -> float:
 
 
 def _passes(i: Instruction) -> int:
-    """Returns the number of bfloat16 passes of a float32 product on a TPU: six at the highest precision, three at high."""
+    """Returns the bfloat16 passes of a float32 product on a TPU: six at the highest precision, three at high."""
     match = re.search(r"operand_precision=\{(\w+),(\w+)\}", i.attributes)
     return {"highest": 6, "high": 3}.get(match[1], 1) if match else 1
 
