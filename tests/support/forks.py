@@ -21,6 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spmdkit.foundation.constants import COMPILE_CACHE
+from tests.support import compile_cache
+from tests.support.compile_cache import FOLDER
 from tests.support.environment import environment_of_a_user
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -74,7 +77,7 @@ class Child:
         while self.poll() is None:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout, self.text())
-            time.sleep(0.005)
+            time.sleep(0.02)
         assert self.returncode is not None
         return self.returncode
 
@@ -103,7 +106,7 @@ class Forks:
     """The fork server, as a context manager."""
 
     def __enter__(self) -> Forks:
-        self._env = environment_of_a_user() | {"PYTHONPATH": str(REPOSITORY)}
+        self._env = environment_of_a_user() | {"PYTHONPATH": str(REPOSITORY), FOLDER: os.environ[FOLDER]}
         self._outputs = tempfile.TemporaryDirectory()
         self._started: list[Child] = []
         self._server = subprocess.Popen(
@@ -154,7 +157,7 @@ class Forks:
             if time.monotonic() > deadline:
                 for child in children:
                     child.end()
-            time.sleep(0.005)
+            time.sleep(0.02)
         return [Ended(child.wait(), child.text(), child.seconds) for child in children]
 
     def together(self, processes: list[Process], timeout_s: float = 60) -> list[Ended]:
@@ -192,6 +195,7 @@ def _start(asked: dict[str, Any]) -> int:
         os.environ.clear()
         os.environ.update(asked["env"])
         tempfile.tempdir = None  # TMPDIR is read once
+        compile_cache.use(os.environ.get(COMPILE_CACHE) == "off")
         sys.path[0] = asked["folder"]
         from spmdkit.cli import main
 
@@ -279,9 +283,8 @@ def _serve() -> None:
     import spmdkit.checkpoint.orbax_backend
     import spmdkit.cli
     import spmdkit.run.loop  # noqa: F401
-    from tests.support.compile_cache import one_mlir_context
 
-    one_mlir_context()
+    compile_cache.CompileCache()
 
     for line in sys.stdin:
         asked = json.loads(line)
