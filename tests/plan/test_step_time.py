@@ -257,3 +257,10 @@ def test_opposite_directions_of_a_ring_are_separate_links():
     forth, back = (path("collective_permute", *pairs) for pairs in ([(0, 1), (1, 2), (3, 0)], [(1, 0), (0, 3)]))
     assert (forth.channels, back.channels) == (("ici 2+",), ("ici 2-",))
     assert path("all_gather", (0, 1, 2, 3)).channels == ("ici 2+", "ici 2-")
+
+
+def test_a_line_has_no_shorter_way_around():
+    """The ends of the first dim of a slice of 4x4 (coordinates have three numbers on every TPU)."""
+    devices = [SimpleNamespace(coords=(x, y, 0), slice_index=0) for x, y in np.ndindex(4, 4)]
+    ends = SimpleNamespace(op="collective_permute", groups=[(12, 0)])
+    assert link_path_of(parse_target("tpu:v5e:4x4"), devices, ends).channels == ("ici 0-",)

@@ -85,8 +85,8 @@ def link_path_of(target: Target, devices: Sequence[Any], collective: Collective)
 def _one_way(target: Target, pair: Sequence[Any]) -> tuple[str, ...]:
     """Returns the channels of a transfer between two devices of a slice: one direction of each dim that it crosses."""
     channels = []
-    for axis, (a, b) in enumerate(zip(pair[0].coords, pair[1].coords, strict=True)):
-        length = target.topology[axis]
+    for axis, length in enumerate(target.topology):
+        a, b = (device.coords[axis] for device in pair)
         step = (b - a) % length
         if step:
             is_shorter = 2 * step < length or (2 * step == length and b > a)
