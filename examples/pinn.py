@@ -49,7 +49,8 @@ def init(key, width):
     keys = jax.random.split(key, 3)
     layer = lambda k, n, m: {"w": jax.random.normal(k, (n, m)) / np.sqrt(n), "b": jnp.zeros(m)}
     layers = [layer(keys[0], 2, width), layer(keys[1], width, width), layer(keys[2], width, 1)]
-    state = {"mean": jnp.full(2, 0.5), "key": jax.random.key(1), "points": jnp.int32(0), "largest": jnp.zeros(())}
+    mean_F = jnp.full(2, 0.5, "float32")
+    state = {"mean": mean_F, "key": jax.random.key(1), "points": jnp.int32(0), "largest": jnp.zeros(())}
     return sk.Variables({"layers": layers, "rate": jnp.zeros(())}, state)
 
 
