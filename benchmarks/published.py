@@ -241,6 +241,9 @@ compilers.
 One constant per maker is fitted: `CYCLES` of `spmdkit/plan/step_time.py` for all TPUs, and the share of the peak
 that matrix products reach for all GPUs. *fitted*: the run was used for the fit; its error is that of a fit without it.
 *held out*: the run was not used. `make plan-published` compiles the programs again and writes this page.
+
+Only runs of MaxText are in the list, since its program can be compiled again. Runs of marin are programs of Levanter;
+the scaling book has estimates, no measured steps.
 """
 
 
