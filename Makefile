@@ -1,12 +1,14 @@
 # make demo | test | quick | extras | slurm | mpirun | ray | network | engines | thorough | verify | tpu | reference |
-# plan-published | bench-maxtext | lint | fuzz | soak | bench | versions-matrix | constraints. Targets run in .venv, which is created from
-# constraints.txt on first use. Targets that need a package of more than 100 MB (the TPU compiler) run in .venv-extras.
+# plan-published | bench-maxtext | bench-peers | lint | fuzz | soak | bench | versions-matrix | constraints. Targets run
+# in .venv, which is created from constraints.txt on first use. Targets that need a package of more than 100 MB (the TPU
+# compiler) run in .venv-extras.
 
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= .venv-extras
 REFERENCE ?= .venv-reference
 MAXTEXT ?= .venv-maxtext
+PEERS ?= .venv-peers
 PYTHON312 ?= python3.12
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -15,7 +17,7 @@ BOUND := timeout -s KILL
 # Bytecode halves the time of importing the sources and the tests, in each worker and each process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference plan-published bench-maxtext lint types fuzz soak bench constraints versions versions-matrix browser clean
+.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference plan-published bench-maxtext bench-peers lint types fuzz soak bench constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -95,6 +97,13 @@ plan-published: $(MAXTEXT)/.done $(VENV)/.test
 bench-maxtext: $(MAXTEXT)/.done $(VENV)/.test
 	$(BIN)/python benchmarks/maxtext/compare.py --python $(MAXTEXT)/bin/python --only $(or $(ONLY),"") $(AGAIN)
 
+# The train step against PyTorch, TensorFlow, Keras and flax on this machine's CPUs, in alternating rounds; writes
+# benchmarks/results/peers.json. TensorFlow and Keras are installed into their own environment, 1.6 GB.
+# `make bench-peers ONLY="gpt_1m/1 lstm/2" ROUNDS=3`.
+bench-peers: $(PEERS)/.done $(EXTRAS)/.test $(VENV)/.test
+	$(BIN)/python benchmarks/peers/compare.py --torch $(EXTRAS)/bin/python --keras $(PEERS)/bin/python \
+		--rounds $(or $(ROUNDS),10) $(if $(ONLY),--only $(ONLY))
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
@@ -147,6 +156,11 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(MAXTEXT)/.done: benchmarks/maxtext/requirements.txt
 	test -x $(MAXTEXT)/bin/python || $(PYTHON312) -m venv $(MAXTEXT)
 	$(MAXTEXT)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --requirement $<
+	@touch $@
+
+$(PEERS)/.done: benchmarks/peers/requirements.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --requirement $<
 	@touch $@
 
 $(EXTRAS)/.test: pyproject.toml constraints.txt

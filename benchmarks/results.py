@@ -129,8 +129,10 @@ def _cell(value: Any) -> str:
 
 
 def updated(page: str, folder: Path = FOLDER) -> str:
-    """Returns the text of a page with its tables generated from the saved results."""
-    return PLACE.sub(lambda found: found[1] + table(found[2], folder) + found[3], page)
+    """Returns the text of a page with its tables generated from the saved results; a table is empty before its first
+    measurement."""
+    generated = lambda name: table(name, folder) if (folder / f"{name}.json").exists() else ""
+    return PLACE.sub(lambda found: found[1] + generated(found[2]) + found[3], page)
 
 
 def main() -> None:

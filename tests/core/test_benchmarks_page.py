@@ -1,10 +1,14 @@
 """docs/benchmarks.md: whoever doubts a table finds the command that makes it, and the command is there."""
 
+import importlib
 import importlib.util
 import re
 import shlex
+import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from spmdkit.config import load_config
@@ -47,6 +51,34 @@ def test_an_interval_that_contains_the_goal_meets_it(results):
     found = results.interval(ratios)
     assert found == results.interval(ratios) and found["median"] == 0.935 and found["rounds"] == 10
     assert results.is_met(found, 0.93) and not results.is_met(found, 0.90)
+
+
+def test_a_comparison_keeps_the_rows_of_other_cells(results, tmp_path, monkeypatch):
+    compare = load(monkeypatch, "compare")
+    monkeypatch.setattr(compare.results, "FOLDER", tmp_path)
+    row = lambda model, devices, ms: {"model": model, "devices": devices, "peer, ms": ms}
+    results.save("peers", [row("lstm", 1, 1.0), row("gpt_1m", 1, 2.0)], "make bench-peers", folder=tmp_path)
+    found = compare.merged([row("lstm", 1, 3.0), row("gpt_1m", 2, 4.0)], ["lstm/1", "gpt_1m/2"])
+    assert found == [row("gpt_1m", 1, 2.0), row("gpt_1m", 2, 4.0), row("lstm", 1, 3.0)]
+
+
+@pytest.mark.parametrize("model", ["gpt_1m", "lstm", "resnet"])
+def test_frameworks_start_from_the_same_parameters(monkeypatch, model):
+    models, flax_models = load(monkeypatch, "models"), load(monkeypatch, "flax_models")
+    sizes = models.MODELS[model]
+    with jax.numpy_dtype_promotion("standard"):  # flax's pooling divides by an integer
+        expected = jax.eval_shape(flax_models.Net(sizes).init, jax.random.key(0), models.rows(sizes)[0])["params"]
+    found = flax_models.variables(models.parameters(sizes), sizes)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, expected)
+
+
+def load(monkeypatch, name):
+    """Returns a module of benchmarks/peers, in which modules import each other as the script does."""
+    for folder in (ROOT / "benchmarks", ROOT / "benchmarks" / "peers"):
+        monkeypatch.syspath_prepend(folder)
+    for module in ("compare", "flax_models", "models", "results", "worker"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    return importlib.import_module(name)
 
 
 def test_each_section_with_a_table_has_a_command():
