@@ -108,15 +108,17 @@ class Attention(Section):
     """Order of a sequence on the ring: zigzag gives each device an early and a late part, with equal work under a
     causal mask; contiguous gives it one part, and the last device has the most work."""
     block_q: fields.Count | None = None
-    """Queries in a tile of splash attention, a multiple of 128 that divides the queries of a device; null: the largest
-    of 512, 256 and 128. Larger tiles need more scoped VMEM (xla_tpu_scoped_vmem_limit_kib in compiler_options)."""
+    """Queries in a tile of splash attention, a multiple of 128 that divides the queries of a device; null: by chip and
+    shape from published recipes (v6e, 7x), otherwise the largest of 512, 256 and 128. Larger tiles need more scoped
+    VMEM (xla_tpu_scoped_vmem_limit_kib in compiler_options)."""
     block_kv: fields.Count | None = None
     """Keys in a tile of splash attention, as block_q."""
     block_kv_compute: fields.Count | None = None
-    """Keys of a tile that are multiplied at a time, a multiple of 128 that divides block_kv; null: block_kv."""
-    fused_backward: fields.Flag = False
+    """Keys of a tile that are multiplied at a time, a multiple of 128 that divides block_kv; null: by recipe,
+    otherwise block_kv."""
+    fused_backward: fields.Flag | None = None
     """Backward pass of splash attention in one kernel with 5 products, instead of two with 7. It writes a part of the
-    gradient of the queries for each tile of keys."""
+    gradient of the queries for each tile of keys. null: by recipe, otherwise false."""
 
 
 class RematNames(Section):

@@ -35,10 +35,11 @@ from jax.ad_checkpoint import checkpoint_name
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
+from spmdkit.mesh.chips import chip_of_device_kind
 from spmdkit.ops import all_to_all_attention, attention_cudnn, attention_splash, ring_attention
 from spmdkit.ops.all_to_all_attention import Residuals
 from spmdkit.ops.attention_blocks import XLA, Implementation, Keys
-from spmdkit.ops.attention_splash import Tiles
+from spmdkit.ops.attention_splash import Tiles, tiles_of
 from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import axes, axis_index, axis_size
 from spmdkit.ops.context import chunks, order
@@ -90,7 +91,9 @@ def attention(
     _check_mesh(context, q_BTNH, causal, positions_BT)
     call = _Call(
         context,
-        _implementation(context, implementation, q_BTNH, k_BSKH, segment_ids_BT is not None, positions_BT is not None),
+        _implementation(
+            context, implementation, q_BTNH, k_BSKH, causal, segment_ids_BT is not None, positions_BT is not None
+        ),
         causal,
         1 / math.sqrt(q_BTNH.shape[3]) if scale is None else float(scale),
         context.options.attention.context == "all_to_all" and axis_size("sequence") > 1,
@@ -224,7 +227,13 @@ def _repeated(context: trace_context.Context, x_BSKH: jax.Array) -> jax.Array:
 
 
 def _implementation(
-    context: trace_context.Context, requested: str | None, q: jax.Array, k: jax.Array, segments: bool, positions: bool
+    context: trace_context.Context,
+    requested: str | None,
+    q: jax.Array,
+    k: jax.Array,
+    causal: bool,
+    segments: bool,
+    positions: bool,
 ) -> Implementation:
     """Returns the requested implementation, or with `auto` the best one for the operands on the mesh's devices. Outside
     a program the devices are unknown: `auto` is xla, and a name is not checked."""
@@ -251,7 +260,10 @@ def _implementation(
         )
     if name == "splash":
         options = context.options.attention
-        tiles = Tiles(options.block_q, options.block_kv, options.block_kv_compute, options.fused_backward)
+        requested = Tiles(options.block_q, options.block_kv, options.block_kv_compute, options.fused_backward)
+        chip = chip_of_device_kind(device.device_kind, device.platform) if device is not None else None
+        tiles = tiles_of(chip.name if chip else None, lengths, q.shape[3], causal, requested)
+        context.usage.tiles.add(str(tiles))
         return attention_splash.splash(tiles)
     return XLA if name == "xla" else attention_cudnn.CUDNN
 
@@ -261,13 +273,15 @@ def _device(context: trace_context.Context) -> Any:
     return None if context.sharding.mesh is None else context.sharding.mesh.devices.flat[0]
 
 
-def _block_lengths(context: trace_context.Context, *lengths: int) -> tuple[int, ...]:
+def _block_lengths(context: trace_context.Context, queries: int, keys: int) -> tuple[int, int]:
     """Returns the numbers of queries and keys in one call of an implementation."""
     num = axis_size("sequence")
     if context.options.attention.context == "all_to_all":
-        return tuple(length * (num if context.in_manual else 1) for length in lengths)
-    local_lengths = [length // (1 if context.in_manual or not is_sharded(context) else num) for length in lengths]
-    return tuple(local_lengths) if order() == "contiguous" else tuple(length // 2 for length in local_lengths)
+        num = num if context.in_manual else 1
+        return queries * num, keys * num
+    num = 1 if context.in_manual or not is_sharded(context) else num
+    parts = num if order() == "contiguous" else 2 * num
+    return queries // parts, keys // parts
 
 
 # ---- checks

@@ -1,8 +1,11 @@
 """Splash attention, JAX's Pallas kernel for TPUs: skips causally masked blocks, supports segment ids and grouped heads.
 
+Tiles: `RECIPES` by chip and shape, else `BLOCKS`; `attention.block_q` etc. in the config override both.
+
 Saves `out` and `lse`, and recomputes the scores in the backward pass. Lengths must be multiples of 128. Heads are
 padded with zeros to a multiple of 128, which changes no score (the matrix unit is 128 wide).
-Source: jax 0.10.2, `jax.experimental.pallas.ops.tpu.splash_attention`.
+Source: jax 0.10.2, `jax.experimental.pallas.ops.tpu.splash_attention`; tiles: AI-Hypercomputer/tpu-recipes and
+AI-Hypercomputer/maxtext, recipes of 2026 (benchmarks/published.yaml).
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ from spmdkit.ops.kernel import kernel
 
 LANES = 128
 BLOCKS = (512, 256, 128)
-"""Tile lengths of queries and keys; the largest that divides is used."""
+"""Tile lengths of queries and keys without a recipe; the largest that divides is used."""
 
 
 class Tiles(NamedTuple):
-    """Tiles of the kernels, in all passes: queries, keys, keys that are multiplied at a time. None: by length.
+    """Tiles of all kernels: queries, keys, keys that are multiplied at a time. None: by recipe or length.
 
     Attributes:
         fused_backward: one backward kernel with 5 products, instead of two with 7, which compute the scores and their
@@ -36,14 +39,67 @@ class Tiles(NamedTuple):
     block_q: int | None = None
     block_kv: int | None = None
     block_kv_compute: int | None = None
-    fused_backward: bool = False
+    fused_backward: bool | None = None
 
 
 BY_LENGTH = Tiles()
 
 
+class ResolvedTiles(NamedTuple):
+    """`Tiles` for given operands."""
+
+    block_q: int
+    block_kv: int
+    block_kv_compute: int
+    fused_backward: bool
+
+    def __str__(self) -> str:
+        backward = "one kernel" if self.fused_backward else "two kernels"
+        return (
+            f"tiles of {self.block_q} queries and {self.block_kv} keys, {self.block_kv_compute} at a time; backward "
+            f"pass in {backward}"
+        )
+
+
+class Recipe(NamedTuple):
+    """Tiles for a causal mask, at least `tokens` queries and keys, and heads of at most `width`."""
+
+    tokens: int
+    width: int
+    tiles: Tiles
+
+
+RECIPES = {
+    "v6e": (Recipe(8192, 128, Tiles(2048, 2048, 512, True)), Recipe(2048, 128, Tiles(1024, 512, 512, False))),
+    "7x": (Recipe(8192, 128, Tiles(2048, 2048, 512, True)), Recipe(8192, 256, Tiles(1024, 1024, 512, True))),
+}
+"""Chip -> recipes, the first that applies is used. The published ones with 2,048 keys multiply 512 to 2,048 of them at
+a time, more than 512 with a larger scoped VMEM."""
+
+
+def tiles_of(
+    chip: str | None, lengths: tuple[int, int], width: int, causal: bool, requested: Tiles | ResolvedTiles
+) -> ResolvedTiles:
+    """Returns the tiles for `lengths` (queries, keys) and heads of `width` on a chip. Requested values stay; a tile of
+    a recipe that does not divide its length is halved until it does."""
+    T, S = lengths
+    found = (r.tiles for r in RECIPES.get(chip or "", ()) if causal and min(lengths) >= r.tokens and width <= r.width)
+    recipe = next(found, BY_LENGTH)
+    q = requested.block_q or _dividing(recipe.block_q, T)
+    kv = requested.block_kv or _dividing(recipe.block_kv, S)
+    part = requested.block_kv_compute or (recipe.block_kv_compute and _dividing(recipe.block_kv_compute, kv)) or kv
+    fused = recipe.fused_backward if requested.fused_backward is None else requested.fused_backward
+    return ResolvedTiles(q, kv, part, bool(fused))
+
+
+def _dividing(tile: int | None, length: int) -> int:
+    """Returns the largest of `tile`, its halves and `LANES` that divides `length`; without a tile one of `BLOCKS`."""
+    halves = BLOCKS if tile is None else [tile >> n for n in range(tile.bit_length()) if tile >> n >= LANES]
+    return next((n for n in halves if length % n == 0), LANES)
+
+
 @functools.cache
-def splash(tiles: Tiles = BY_LENGTH, interpret: bool = False) -> Implementation:
+def splash(tiles: Tiles | ResolvedTiles = BY_LENGTH, interpret: bool = False) -> Implementation:
     """Returns splash attention; with `interpret` the kernel runs on any device, slowly, for tests."""
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) -> tuple[jax.Array, jax.Array]:
@@ -81,7 +137,7 @@ def missing(device: Any, q: jax.Array, lengths: tuple[int, ...], ids: tuple[str,
     return None
 
 
-def _kernel(q_BTNH: jax.Array, k_BSKH: jax.Array, causal: bool, tiles: Tiles, interpret: bool) -> Any:
+def _kernel(q_BTNH: jax.Array, k_BSKH: jax.Array, causal: bool, tiles: Tiles | ResolvedTiles, interpret: bool) -> Any:
     """Returns the kernel of one example: q [N, T, H], k, v [K, S, H], ids -> (out [N, T, H], (lse float32[N, T],)).
 
     Raises:
@@ -92,9 +148,10 @@ def _kernel(q_BTNH: jax.Array, k_BSKH: jax.Array, causal: bool, tiles: Tiles, in
 
     causal_mask, full_mask = _masks()
     T, N, S = q_BTNH.shape[1], q_BTNH.shape[2], k_BSKH.shape[1]
-    t, s = _tile("block_q", tiles.block_q, T, "queries"), _tile("block_kv", tiles.block_kv, S, "keys")
-    part = _tile("block_kv_compute", tiles.block_kv_compute or s, s, "keys of a tile")
-    fused = tiles.fused_backward
+    t, s, part, fused = tiles_of(None, (T, S), q_BTNH.shape[3], causal, tiles)
+    _check_tile("block_q", t, T, "queries")
+    _check_tile("block_kv", s, S, "keys")
+    _check_tile("block_kv_compute", part, s, "keys of a tile")
     return splash_kernel.make_splash_mha(
         masks.MultiHeadMask([(causal_mask if causal else full_mask)((T, S))] * N),
         block_sizes=splash_kernel.BlockSizes(
@@ -115,18 +172,14 @@ def _kernel(q_BTNH: jax.Array, k_BSKH: jax.Array, causal: bool, tiles: Tiles, in
     )
 
 
-def _tile(key: str, requested: int | None, length: int, what: str) -> int:
-    """Returns the length of a tile of `length` tokens."""
+def _check_tile(key: str, requested: int, length: int, what: str) -> None:
     possible = [n for n in range(LANES, length + 1, LANES) if length % n == 0]
-    if requested is None:
-        return next(b for b in BLOCKS if b in possible)
     if requested not in possible:
         nearest = min(possible, key=lambda n: abs(n - requested))
         raise ConfigError(
             f"attention.{key} is {requested}, and a device attends to {length} {what}. A tile is a multiple of {LANES} "
             f"that divides them. Try {nearest}."
         )
-    return requested
 
 
 @functools.cache

@@ -5,6 +5,7 @@ comparison read only this object. All bytes and FLOPs are per device and step. K
 
     target, compiler, notes           the machine, the compiler of the program, limits of the plan's accuracy
     num_devices, mesh, form           axis -> size (all axes), how the step is compiled
+    attention                         the tiles of attention on TPUs
     rows                              how rows enter the loss, each metric and each leaf of the model state
     fits, memory                      argument_bytes, temp_bytes, peak_bytes, limit_bytes, parts, host_parts, live
     collectives                       one row for each kind, most bytes first; phase, every, until: if a run calls
@@ -172,6 +173,7 @@ def _head(program: Program, target: Target) -> Document:
         "hosts_or_slices": target.num_slices,
         "mesh": {shown(axis): size for axis, size in program.sizes.items()},
         "form": program.form,
+        "attention": [f"splash attention, {tiles}" for tiles in sorted(program._step_context.usage.tiles)],
         "rows": [vars(row) for row in program.row_table],
         "batch_size": program.config.largest_batch,
         "microbatches": program.config.microbatches,

@@ -63,6 +63,8 @@ def _show_head(document: Mapping[str, Any], out: Console) -> None:
         f"[bold]{describe_mesh(document['mesh'])}[/]  {format_count(document['num_params'])} parameters, batch "
         f"{document['batch_size']}{f' in {num} microbatches' if num > 1 else ''}"
     )
+    for tiles in document.get("attention", ()):
+        out.print(f"[dim]{tiles}[/]")
 
 
 def _show_memory(document: Mapping[str, Any], out: Console) -> None:

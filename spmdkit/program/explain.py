@@ -157,7 +157,8 @@ def _parts(task_step: TaskStep, context: Context) -> Iterator[Line]:
         yield "pipeline", f"{context.options.pipeline.schedule} in {task_step.sizes['pipeline']} stages"
     if context.usage.has_called("attention"):
         around = f", {context.options.attention.context} over context" if task_step.sizes["context"] > 1 else ""
-        yield "attention", f"{context.options.attention.implementation}{around}"
+        tiles = "".join(f"; splash: {tiles}" for tiles in sorted(context.usage.tiles))
+        yield "attention", f"{context.options.attention.implementation}{around}{tiles}"
 
 
 def _roles(task_step: TaskStep, context: Context) -> Iterator[Line]:

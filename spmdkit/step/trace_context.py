@@ -107,7 +107,7 @@ class AttentionSettings:
     block_q: int | None = None
     block_kv: int | None = None
     block_kv_compute: int | None = None
-    fused_backward: bool = False
+    fused_backward: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ class UsageTracker:
         shard_maps: lines that call a `jax.shard_map` of user code.
         flax_rules: flax's logical axis rules in context at the sharding annotations.
         dropped_jits: `jax.jit` functions of user code, and their arguments that have no effect.
+        tiles: the tiles of splash attention, in words.
     """
 
     functions: set[Function] = field(default_factory=set)
@@ -171,6 +172,7 @@ class UsageTracker:
     shard_maps: set[str] = field(default_factory=set)
     flax_rules: set[Rules] = field(default_factory=set)
     dropped_jits: set[str] = field(default_factory=set)
+    tiles: set[str] = field(default_factory=set)
 
     def record_call(self, function: Function) -> None:
         """Records a call."""
@@ -192,6 +194,7 @@ class UsageTracker:
             set(self.shard_maps),
             set(self.flax_rules),
             set(self.dropped_jits),
+            set(self.tiles),
         )
 
     def merge_from(self, other: UsageTracker) -> None:
@@ -203,6 +206,7 @@ class UsageTracker:
         self.shard_maps |= other.shard_maps
         self.flax_rules |= other.flax_rules
         self.dropped_jits |= other.dropped_jits
+        self.tiles |= other.tiles
         self.num_masked = max(self.num_masked, other.num_masked)
         self.num_losses = max(self.num_losses, other.num_losses)
 

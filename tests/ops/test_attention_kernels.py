@@ -156,14 +156,33 @@ def test_auto_selects_by_device_and_operands(name, one, change, monkeypatch):
     shape = (2, change.get("tokens", 256), 4, change.get("width", 64))
     q = jax.ShapeDtypeStruct(shape, change.get("dtype", jnp.bfloat16))
     found = op._implementation(
-        trace_context.Context(), None, q, q, change.get("segments", False), change.get("positions", False)
+        trace_context.Context(), None, q, q, True, change.get("segments", False), change.get("positions", False)
     )
     expected = {
         "cudnn": attention_cudnn.CUDNN,
-        "splash": attention_splash.splash(attention_splash.BY_LENGTH),
+        "splash": attention_splash.splash(attention_splash.ResolvedTiles(256, 256, 256, False)),
         "xla": XLA,
     }
     assert found is expected[name]
+
+
+@pytest.mark.parametrize(
+    "chip, tokens, width, causal, requested, expected",
+    [
+        ("v6e", 8192, 128, True, {}, (2048, 2048, 512, True)),
+        ("v6e", 9216, 128, True, {}, (1024, 1024, 512, True)),
+        ("v6e", 4096, 64, True, {}, (1024, 512, 512, False)),
+        ("v6e", 8192, 256, True, {}, (512, 512, 512, False)),
+        ("v6e", 8192, 128, False, {}, (512, 512, 512, False)),
+        ("v6e", 8192, 128, True, {"block_kv": 256, "fused_backward": False}, (2048, 256, 256, False)),
+        ("7x", 8192, 256, True, {}, (1024, 1024, 512, True)),
+        ("v5p", 8192, 128, True, {"block_kv": 1024}, (512, 1024, 1024, False)),
+        (None, 384, 128, True, {}, (128, 128, 128, False)),
+    ],
+)
+def test_tiles_follow_recipes_of_the_chip(chip, tokens, width, causal, requested, expected):
+    tiles = attention_splash.Tiles(**requested)
+    assert attention_splash.tiles_of(chip, (tokens, tokens), width, causal, tiles) == expected
 
 
 def test_tiles_of_the_config_are_those_of_the_kernels(monkeypatch):
