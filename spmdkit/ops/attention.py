@@ -260,9 +260,9 @@ def _implementation(
         )
     if name == "splash":
         options = context.options.attention
-        requested = Tiles(options.block_q, options.block_kv, options.block_kv_compute, options.fused_backward)
+        of_config = Tiles(options.block_q, options.block_kv, options.block_kv_compute, options.fused_backward)
         chip = chip_of_device_kind(device.device_kind, device.platform) if device is not None else None
-        tiles = tiles_of(chip.name if chip else None, lengths, q.shape[3], causal, requested)
+        tiles = tiles_of(chip.name if chip else None, lengths, q.shape[3], causal, of_config)
         context.usage.tiles.add(str(tiles))
         return attention_splash.splash(tiles)
     return XLA if name == "xla" else attention_cudnn.CUDNN
