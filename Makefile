@@ -1,7 +1,7 @@
 # make demo | test | quick | extras | slurm | mpirun | ray | network | engines | thorough | verify | tpu | reference |
-# plan-published | bench-maxtext | bench-peers | lint | fuzz | soak | bench | versions-matrix | constraints. Targets run
-# in .venv, which is created from constraints.txt on first use. Targets that need a package of more than 100 MB (the TPU
-# compiler) run in .venv-extras.
+# plan-published | bench-maxtext | bench-peers | lint | fuzz | soak | bench | bench-scale | versions-matrix | constraints.
+# Targets run in .venv, which is created from constraints.txt on first use. Targets that need a package of more than 100
+# MB (the TPU compiler) run in .venv-extras.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,7 +17,7 @@ BOUND := timeout -s KILL
 # Bytecode halves the time of importing the sources and the tests, in each worker and each process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference plan-published bench-maxtext bench-peers lint types fuzz soak bench constraints versions versions-matrix browser clean
+.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference plan-published bench-maxtext bench-peers lint types fuzz soak bench bench-scale constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -122,8 +122,19 @@ fuzz: $(VENV)/.test
 soak: $(VENV)/.test
 	KILLS=$(or $(KILLS),100) SEED=$(or $(SEED),1) PROCESSES=$(or $(PROCESSES),4) $(BOUND) 5400 $(BIN)/python -m pytest -m slow -s -o faulthandler_timeout=5000 tests/tools/drill/test_kills.py
 
+# Short forms of the benchmarks (benchmarks/README.md), with dated results in benchmarks/results/ and in the tables of
+# docs/benchmarks.md. `make bench-scale` needs the TPU compiler.
 bench: $(VENV)/.test
-	$(BOUND) 1800 $(BIN)/python benchmarks/overhead.py
+	$(BOUND) 900 $(BIN)/python benchmarks/overhead.py --sittings 2 --pairs 20
+	$(BOUND) 600 $(BIN)/python benchmarks/start.py --rounds 5
+	$(BOUND) 900 $(BIN)/python benchmarks/compile.py --layers 4 12 --configs linear_regression one_device
+	$(BOUND) 600 $(BIN)/python benchmarks/checkpoints.py --repeats 9 --intervals 2
+	$(BOUND) 900 $(BIN)/python benchmarks/tune.py --seconds 60 one_device recurrent linear_regression
+	$(BIN)/python benchmarks/results.py
+
+bench-scale: $(EXTRAS)/.test
+	$(BOUND) 3600 $(EXTRAS)/bin/python benchmarks/scale.py
+	$(EXTRAS)/bin/python benchmarks/results.py
 
 # The environment variables silence the TPU compiler on a machine without a TPU.
 versions: $(VENV)/.test

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
+from results import save
 
 from spmdkit import parquet, stream, tar, tokens
 from spmdkit.data import (
@@ -245,8 +246,7 @@ def report_waits() -> None:
         "`sk.tar`": tar_files(),
         "`sk.tar`, `data.workers: 2`": tar_files(),
     }
-    print("| kind | input wait of steps of 10 ms, median of five | longest wait, ms |")
-    print("| --- | ---: | ---: |")
+    rows = []
     for name, data in kinds.items():
         task = sk.Task(lambda key: jnp.zeros(()), lambda p, b, k: sk.scalar(p), optax.sgd(1), train_data=data)
         config = sk.Config(
@@ -268,7 +268,11 @@ def report_waits() -> None:
                     time.sleep(0.01)
             shares.append(sum(waits[2:]) / (time.perf_counter() - begin))
             longest = max(longest, *waits[2:])
-        print(f"| {name} | {median(shares):.3%} | {1e3 * longest:.2f} |", flush=True)
+        rows.append(
+            {"kind": name, "share of a step of 10 ms spent waiting": median(shares), "longest, ms": 1e3 * longest}
+        )
+        print(rows[-1], file=sys.stderr, flush=True)
+    finish("waiting", rows, "python benchmarks/streams.py --wait")
 
 
 def usage() -> tuple[float, int]:
@@ -308,8 +312,7 @@ def main(names: list[str]) -> None:
     write_files()
     if names == ["--wait"]:
         return report_waits()
-    print("| kind | plain rows/s | rows/s with 1, 8, 16 shards | ratio | MiB | open files | restore, s |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    table = []
     for name in KINDS:
         if names and not any(each in name for each in names):
             continue
@@ -320,14 +323,25 @@ def main(names: list[str]) -> None:
         found = json.loads(done.stdout.splitlines()[-1])
         rows = list(found["shards"].values())
         plain = found["plain"]
-        columns = [
-            " ".join(f"{row[0]:,.0f}" for row in rows),
-            " ".join(f"{row[0] / plain:.2f}" for row in rows),
-            " ".join(f"{row[1]:.0f}" for row in rows),
-            " ".join(f"{row[2]}" for row in rows),
-            "" if rows[0][3] is None else " ".join(f"{row[3]:.2f}" for row in rows),
-        ]
-        print(f"| {name} | {plain:,.0f} | {' | '.join(columns)} |", flush=True)
+        table.append(
+            {
+                "kind": name,
+                "plain rows/s": plain,
+                "rows/s with 1, 8, 16 shards": " ".join(f"{row[0]:,.0f}" for row in rows),
+                "ratio": " ".join(f"{row[0] / plain:.2f}" for row in rows),
+                "MiB": " ".join(f"{row[1]:.0f}" for row in rows),
+                "open files": " ".join(f"{row[2]}" for row in rows),
+                "restore, s": "" if rows[0][3] is None else " ".join(f"{row[3]:.2f}" for row in rows),
+            }
+        )
+        print(table[-1], file=sys.stderr, flush=True)
+    finish("data", table, " ".join(["python benchmarks/streams.py", *names]))
+
+
+def finish(name: str, rows: list[dict[str, Any]], command: str) -> None:
+    """Saves a table and prints one JSON line."""
+    save(name, rows, command)
+    print(json.dumps({"benchmark": name, "rows": rows}))
 
 
 if __name__ == "__main__":

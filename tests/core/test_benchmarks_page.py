@@ -101,3 +101,10 @@ def test_a_command_names_existing_scripts_and_options(command):
         text = (ROOT / script).read_text()
         if "pytest" not in words:
             assert [w for w in words if w.startswith("--") and f'"{w}"' not in text and f" {w}" not in text] == []
+
+
+def test_the_readme_lists_every_script():
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")} - {"results.py"}
+    listed = set(re.findall(r"`(\w+\.py)`", text))
+    assert (sorted(scripts - listed), sorted(listed - scripts)) == ([], [])

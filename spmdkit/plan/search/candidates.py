@@ -145,25 +145,24 @@ def candidates(config: Config, task: Task, target: Target, search_over: Sequence
     return sorted(results, key=lambda c: c.estimate_per_example_s)
 
 
-def variants_of(config: Config, task: Task, target: Target, setting: str) -> list[dict[str, Any]]:
-    """Returns the candidates that change one setting only, in the order of their estimates: `changes`, `name` without
-    the mesh, and the reason of those that are not legal."""
-    if setting == "prefetch":
-        return [
-            {"changes": {"data.prefetch": num}, "name": f"prefetch {num}", "refused": None}
-            for num in (1, 2, 4)
-            if num != config.data.prefetch
-        ]
-    if setting == "attention" and target.chip.kind != "tpu":
-        return []
-    key = {"compiler": "compiler_options", "scan": "task_args"}.get(setting, setting)
-    found = list[dict[str, Any]]()
-    for candidate in candidates(config, task, target, [setting]):
+def variants(config: Config, task: Task, target: Target, settings: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """Returns setting -> the candidates that change only it, in the order of their estimates: `changes`, `name`, and
+    the reason of those that are not legal (`refused`). `prefetch`, which is not in a compiled step, is `data.prefetch`
+    of 1, 2 and 4."""
+    found = {setting: list[dict[str, Any]]() for setting in settings}
+    searched = [name for name in settings if name in VARIED and (name != "attention" or target.chip.kind == "tpu")]
+    setting_of = {"compiler_options": "compiler", "task_args": "scan"}
+    for candidate in candidates(config, task, target, searched):
         changes = {name: value for name, value in candidate.changes.items() if name != "mesh"}
-        if changes.keys() == {key}:
+        if len(changes) == 1 and (setting := setting_of.get(key := next(iter(changes)), key)) in found:
             refused = None if candidate.estimate_s is not None else candidate.reason
             name = f"{SCAN} {changes[key][SCAN]}" if setting == "scan" else candidate.name.partition(", ")[2]
-            found.append({"changes": changes, "name": name, "refused": refused})
+            found[setting].append({"changes": changes, "name": name, "refused": refused})
+    if "prefetch" in settings:
+        others = [num for num in (1, 2, 4) if num != config.data.prefetch]
+        found["prefetch"] = [
+            {"changes": {"data.prefetch": x}, "name": f"prefetch {x}", "refused": None} for x in others
+        ]
     return found
 
 

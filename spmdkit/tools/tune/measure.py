@@ -30,7 +30,7 @@ from spmdkit.errors import SpmdkitError
 from spmdkit.foundation.json_output import print_json, reserve_stdout
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.plan.machine.target import target_of
-from spmdkit.plan.search.candidates import variants_of
+from spmdkit.plan.search.candidates import variants
 from spmdkit.program import allocator
 from spmdkit.program.compile_cache import enable_cache
 from spmdkit.program.memory import memory_limit
@@ -74,7 +74,7 @@ def main() -> None:
 def _variants(config: Config, cluster: Cluster, settings: Sequence[str]) -> Result:
     """Returns the device, and the variants of each setting."""
     target, task = target_of(cluster.devices), task_of(config)
-    rows = {name: variants_of(config, task, target, name) for name in settings}
+    rows = variants(config, task, target, settings)
     first = cluster.devices[0]
     return {"device": first.device_kind, "platform": first.platform, "num": len(cluster.devices), "variants": rows}
 

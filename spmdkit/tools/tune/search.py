@@ -24,7 +24,7 @@ from spmdkit.foundation.timeouts import TUNE_LIST_S, TUNE_VARIANT_S
 from spmdkit.launch.process import start
 from spmdkit.plan.machine.target import Target
 from spmdkit.plan.planner import log, planner_on
-from spmdkit.plan.search.candidates import variants_of
+from spmdkit.plan.search.candidates import variants
 from spmdkit.plan.search.search import SAME
 from spmdkit.program.opening import task_of
 
@@ -87,7 +87,7 @@ def on_devices(config: Config, seconds: float) -> tuple[list[Variant], dict[str,
 def on_target(config: Config, target: Target, seconds: float) -> list[Variant]:
     """Returns the variants with their predicted times relative to those of the unchanged config."""
     deadline, task = time.monotonic() + seconds, task_of(config)
-    variants = {name: variants_of(config, task, target, name) for name in SETTINGS if name != "prefetch"}
+    found = variants(config, task, target, [name for name in SETTINGS if name != "prefetch"])
     with planner_on(config, target) as (plan, _):
         unchanged = plan({})
         if isinstance(unchanged, str):
@@ -103,16 +103,16 @@ def on_target(config: Config, target: Target, seconds: float) -> list[Variant]:
             ratio = times["step_s"] / times["unchanged_s"] if unchanged["fits"] else 0.0
             return {"ratio": ratio, "high": ratio, "faster": ratio < 1 / SAME, "same": True, **times}
 
-        return _search(variants, evaluate, deadline, confirm=False)
+        return _search(found, evaluate, deadline, confirm=False)
 
 
 def _search(
-    variants: Mapping[str, Sequence[Mapping[str, Any]]], evaluate: Evaluate, deadline: float, confirm: bool = True
+    of_settings: Mapping[str, Sequence[Mapping[str, Any]]], evaluate: Evaluate, deadline: float, confirm: bool = True
 ) -> list[Variant]:
     """Returns all variants, evaluated in turn. Each setting starts from the best of those before it, and has to be
     faster than that beyond the noise."""
     tried, chosen = list[Variant](), Variant("", "unchanged", {}, figures={"ratio": 1.0})
-    for setting, rows in variants.items():
+    for setting, rows in of_settings.items():
         winner = chosen
         for row in rows:
             variant = Variant(setting, row["name"], {**chosen.changes, **row["changes"]})

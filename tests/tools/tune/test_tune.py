@@ -12,7 +12,7 @@ from spmdkit.cluster import detect_cluster, join
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
 from spmdkit.plan.machine.target import target_of
-from spmdkit.plan.search.candidates import PRESETS, variants_of
+from spmdkit.plan.search.candidates import PRESETS, variants
 from spmdkit.program.opening import task_of
 from spmdkit.tools.tune import command, measure, search
 from spmdkit.tools.tune.command import TuneOptions, run_tune
@@ -95,7 +95,8 @@ def test_a_variant_that_hangs_is_killed(monkeypatch):
 
 def test_variants_change_one_setting(config):
     target, task = target_of(join(detect_cluster({}), "cpu:2").devices), task_of(config)
-    names = {setting: [x["changes"] for x in variants_of(config, task, target, setting)] for setting in search.SETTINGS}
+    found = variants(config, task, target, search.SETTINGS)
+    names = {setting: [x["changes"] for x in rows] for setting, rows in found.items()}
     assert names["compiler"] == [{"compiler_options": dict(options)} for options in PRESETS["cpu"]]
     assert names["scan"] == [{"task_args": {"scan_layers": False}}] and names["attention"] == []
     assert names["prefetch"] == [{"data.prefetch": 1}, {"data.prefetch": 4}]
@@ -106,7 +107,7 @@ def test_variants_change_one_setting(config):
 def test_a_task_without_stacked_layers_refuses_them():
     other = load_config("configs/linear_regression.yaml", ["devices=cpu:2"])
     target = target_of(join(detect_cluster({}), "cpu:2").devices)
-    (refused,) = variants_of(other, task_of(other), target, "scan")
+    (refused,) = variants(other, task_of(other), target, ["scan"])["scan"]
     assert "scan_layers" in refused["refused"] or "task_args" in refused["refused"]
 
 
