@@ -107,7 +107,7 @@ def _ratios(programs: list[Program], deadline: float) -> Result:
     steps = max(_block(program, trained[i] if together else None) for i, program in enumerate(programs))
     of: list[list[float]] = [[], []]
     number = 0
-    while number < MAX_PAIRS and (number < 3 or time.monotonic() < deadline):
+    while number < MAX_PAIRS and (number < MIN_PAIRS or time.monotonic() < deadline):
         for i in (0, 1) if number % 2 == 0 else (1, 0):
             run = trained[i] if together else _warm(Trained(programs[i], NUM_STEPS))
             run.block_steps = steps
