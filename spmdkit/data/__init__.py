@@ -43,6 +43,7 @@ from spmdkit.data.schedule import (
     ProcessRows as ProcessRows,
     Schedule as Schedule,
     StreamSchedule as StreamSchedule,
+    continue_sizes as continue_sizes,
     eval_schedule as eval_schedule,
     merge_ranges as merge_ranges,
 )

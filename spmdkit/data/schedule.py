@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
-from spmdkit.data.batch_sizes import BatchSizes, size_of
+from spmdkit.data.batch_sizes import BatchSizes, continued, size_of
 from spmdkit.data.permutation import permute
 from spmdkit.errors import ConfigError
 
@@ -383,6 +383,23 @@ def eval_schedule(
     return Schedule(
         num_examples, batch_size, shuffle=False, drop_remainder=False, what=what, finite=True, shares=shares
     )
+
+
+def continue_sizes(schedule: BatchSchedule, before: BatchSizes, done: int, after: BatchSizes) -> BatchSchedule:
+    """Returns the schedule with the batch sizes `before` for the first `done` batches, and `after` from then on.
+
+    Raises:
+        ConfigError: batches are short that are always full with the sizes `after` alone.
+    """
+    sizes = continued(before, done, after)
+    new = schedule.with_sizes(sizes if len(sizes) > 1 else ())
+    if new.always_full != schedule.always_full:
+        raise ConfigError(
+            f"batch_size changes after {done} batches, within an epoch of {schedule.num_examples} examples, and with "
+            "data.drop_remainder: false its last batch is short. Name the sizes of the whole run: batch_size: "
+            f"{dict(sizes)}."
+        )
+    return new
 
 
 @functools.lru_cache(maxsize=32)

@@ -156,7 +156,7 @@ def _gradient_recorder() -> optax.GradientTransformation:
 def _without_variables(program: Program) -> Any:
     """Returns the state before step 1. Parameters and model state, which servers send, are abstract."""
     leaves = named_leaves(program.abstract_state)
-    made = program.init_leaves([path for path, _ in leaves if path.split("/")[0] not in ("params", "model_state")])
+    made = program.initial.leaves([path for path, _ in leaves if path.split("/")[0] not in ("params", "model_state")])
     return jax.tree.unflatten(jax.tree.structure(program.abstract_state), [made.get(path, x) for path, x in leaves])
 
 

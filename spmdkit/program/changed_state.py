@@ -128,7 +128,7 @@ class ChangedState:
         unread = (*([optional] if isinstance(optional, str) else optional), *sorted(self._dropped))
         loaded, record = self._checkpoints.restore(step, nest(read), optional=unread)
         arrays = dict(named_leaves(loaded))
-        initial = self._program.init_leaves({p for p in self._made - self._schedules if not p.startswith("ema")})
+        initial = self._program.initial.leaves({p for p in self._made - self._schedules if not p.startswith("ema")})
         leaves = []
         for path, x in requested.items():
             if path in self._made and path in self._schedules:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import importlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,6 @@ from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import abstract, check_names, named_leaves, replace_leaves
-from spmdkit.foundation.user_code import call_user
 from spmdkit.mesh import mesh
 from spmdkit.program import auto, compile_log, compiler, memory, packing_check, padding_check, parameter_groups, phases
 from spmdkit.program import groups as program_groups
@@ -43,6 +42,7 @@ from spmdkit.program.init_from import InitFrom
 from spmdkit.program.init_state import abstract_init, check_jit, check_precision, input_notes, with_user_state
 from spmdkit.program.phases import Phase
 from spmdkit.program.row_table import Row, plain_draws, row_table, row_warnings
+from spmdkit.program.state_creation import StateCreation
 from spmdkit.program.state_layout import place_state, state_groups, to_device
 from spmdkit.program.step_context import step_context
 from spmdkit.program.task import Task
@@ -131,13 +131,7 @@ class Program:
     def _place_state(self, abstract_params: Any) -> None:
         config, task = self.config, self.task
         self._single = place_state(
-            self.config,
-            self.task.rules,
-            self._annotations,
-            self._abstract_state,
-            abstract_params,
-            self.mesh,
-            self.sizes,
+            config, task.rules, self._annotations, self._abstract_state, abstract_params, self.mesh, self.sizes
         )
         self._placed = self._single  # before the reducer's state is added
         if self.groups is not None:
@@ -204,15 +198,6 @@ class Program:
             model_state = jax.tree.map(lambda x: jnp.stack([x] * num), model_state)
         options = self.config.seed, self.config.ema
         return state.create(params, model_state, self.optimizer, *options, variables.opt_state)
-
-    def _create_state(self, key: jax.Array, loaded: Mapping[str, jax.Array]) -> TrainState:
-        """Returns the state before the first step. `loaded`: path -> leaf; only parameters have leaves that depend on
-        them."""
-        one_copy = {path: x[(0,) * (x.ndim - len(self._leaves[path].shape))] for path, x in loaded.items()}
-        state = self._create_one(key, one_copy)
-        state = state if self.groups is None else groups.stack_state(self.groups, state)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract_state.reducer)
-        return state.replace(reducer=zeros)
 
     def _open_data(self) -> None:
         self.feed, self._eval_feeds = open_feeds(self.config, self.task, self.mesh, self.sizes)
@@ -312,7 +297,7 @@ class Program:
         is shared."""
         assert changes.keys() <= {"microbatches", "remat"}, f"{sorted(changes)} change more than the step"
         other = copy.copy(self)
-        for name in ("traced", "lowered", "compiled", "phases", "step_bytes", "lowered_init", "_compiled_init"):
+        for name in ("traced", "lowered", "compiled", "phases", "step_bytes", "initial"):
             other.__dict__.pop(name, None)
         other.config = replace_keys(self.config, changes)
         assert isinstance(other.config.microbatches, int)
@@ -491,45 +476,15 @@ class Program:
         return None if self.config.init_from is None else InitFrom(self.config, self._leaves)
 
     @functools.cached_property
-    def _loadable(self) -> dict[str, Any]:
-        """Path -> abstract leaf of the leaves that `init_from` loads."""
-        paths = frozenset[str]() if self.init_from is None else self.init_from.paths
-        return {path: x for path, x in named_leaves(self.abstract_state) if path in paths}
+    def initial(self) -> StateCreation:
+        """The state before the first step."""
+        source = self.config.seed, self.init_from, self._create_one, self.groups
+        return StateCreation(*source, self._leaves, self.abstract_state, self._compile)
 
-    def _load(self, paths: Collection[str]) -> dict[str, jax.Array]:
-        targets = {path: x for path, x in self._loadable.items() if path in paths}
-        return self.init_from.read(targets) if self.init_from is not None and targets else {}
-
-    def _init_program(self, paths: Collection[str]) -> Any:
-        """Returns the function (key, loaded leaves) -> leaves `paths` of the state before the first step, in order."""
-        paths = frozenset(paths)
-        placed = [x.sharding for path, x in named_leaves(self.abstract_state) if path in paths]
-        create = lambda key, loaded: [x for path, x in named_leaves(self._create_state(key, loaded)) if path in paths]
-        return jax.jit(create, out_shardings=placed)
-
-    @ignores_user_settings
     def init(self) -> TrainState:
         """Returns the state before the first step: leaves of the config's `init_from`, all others of the task's `init`.
         Each leaf is created with its sharding. Those of `init` are bitwise the same on every mesh."""
-        loaded, key = self._load(self._loadable), jax.random.key(self.config.seed)
-        created: Iterator[jax.Array] = iter(call_user(lambda: self._compiled_init(key, loaded), "init"))
-        leaves = [loaded[path] if path in loaded else next(created) for path, _ in named_leaves(self.abstract_state)]
-        return jax.tree.unflatten(jax.tree.structure(self.abstract_state), leaves)  # type: ignore[no-any-return]
-
-    @ignores_user_settings
-    def init_leaves(self, paths: Collection[str]) -> dict[str, jax.Array]:
-        """Returns some leaves of the state before the first step by path. Only these are created or loaded, and the
-        leaves of `init_from` that they depend on."""
-        loaded, others = self._load(paths), [path for path in paths if path not in self._loadable]
-        if not others:
-            return loaded
-        create, key, inputs = self._init_program(others), jax.random.key(self.config.seed), dict[str, jax.Array]()
-        if self._loadable:
-            _, *used = compat.used_inputs(jax.make_jaxpr(create)(key, self._loadable))
-            inputs = self._load([path for path, is_used in zip(sorted(self._loadable), used, strict=True) if is_used])
-        created: list[jax.Array] = call_user(lambda: create(key, inputs), "init")
-        names = [path for path, _ in named_leaves(self.abstract_state) if path in others]
-        return loaded | dict(zip(names, created, strict=True))
+        return self.initial.create()
 
     @ignores_user_settings
     def restore(self, step: int | str | None = None, what: str | None = None) -> Any:
@@ -543,18 +498,6 @@ class Program:
             CheckpointError: the step does not exist, is damaged, or is of a different model.
         """
         return importlib.import_module("spmdkit.program.restore").restore_from_run(self, step, what)
-
-    @functools.cached_property
-    @ignores_user_settings
-    def lowered_init(self) -> jax.stages.Lowered:
-        """The program that creates the state before the first step, (key, loaded leaves) -> the other leaves, as passed
-        to the compiler."""
-        paths = [path for path, _ in named_leaves(self.abstract_state) if path not in self._loadable]
-        return self._init_program(paths).lower(abstract_key(), self._loadable)  # type: ignore[no-any-return]
-
-    @functools.cached_property
-    def _compiled_init(self) -> jax.stages.Compiled:
-        return self._compile(self.__dict__.pop("lowered_init", None) or self.lowered_init)
 
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
         """Yields `(step, batch)` for steps `start` to `stop` (inclusive, default: the last), prefetched to the
@@ -572,20 +515,8 @@ class Program:
         self.schedule = self.feed.schedule = self.schedule.with_skipped(skipped)
 
     def continue_sizes(self, before: data.BatchSizes, done: int) -> None:
-        """Sets the batch sizes to those of a run for its first `done` batches, and from then on to the config's.
-
-        Raises:
-            ConfigError: batches are short that are always full with the config's sizes alone.
-        """
-        sizes = data.continued(before, done, self.config.batch_sizes)
-        schedule = self.schedule.with_sizes(sizes if len(sizes) > 1 else ())
-        if schedule.always_full != self.schedule.always_full:
-            raise ConfigError(
-                f"batch_size changes after {done} batches, within an epoch of {schedule.num_examples} examples, and "
-                "with data.drop_remainder: false its last batch is short. Name the sizes of the whole run: batch_size: "
-                f"{dict(sizes)}."
-            )
-        self.schedule = self.feed.schedule = schedule
+        """Sets the batch sizes to those of a run for its first `done` batches, and from then on to the config's."""
+        self.schedule = self.feed.schedule = data.continue_sizes(self.schedule, before, done, self.config.batch_sizes)
 
     def put(self, examples: Any, mask: Any = None) -> Batch:
         """Returns a batch on the devices from global host arrays (the same on every process), for a loop with custom

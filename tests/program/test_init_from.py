@@ -197,16 +197,17 @@ def test_groups_and_model_state_are_loaded(folder, tmp_path):
     given = sk.Task(stateful_init, stateful, optax.sgd(0.1), train_data={"x": X})
     st.save_file({**PARAMS, "model_state.mean": np.float32([3.0]).reshape(())}, tmp_path / "m.safetensors")
     options = {"file": str(tmp_path / "m.safetensors"), "what": ["params", "model_state"]}
-    state = opened(options, "data 4", given, sync={"local_sgd": {"every": 2}}, batch_size=16).init()
-    assert np.array_equal(state.params["blocks"]["up"], np.stack([PARAMS["blocks/up"]] * 4))
+    state = opened(options, "data 4", given, sync={"local_sgd": {"every": 2}}, batch_size=16, ema=0.9).init()
+    up = np.stack([PARAMS["blocks/up"]] * 4)
+    assert np.array_equal(state.params["blocks"]["up"], up) and np.array_equal(state.ema["blocks"]["up"], up)
     assert np.array_equal(state.model_state["mean"], [3.0] * 4)
 
 
 def test_nothing_becomes_a_constant(folder):
-    plain, warm = program_of(task()).lowered_init.as_text(), opened(str(folder / "model.safetensors"), "fsdp 4")
+    plain, warm = program_of(task()).initial.lowered.as_text(), opened(str(folder / "model.safetensors"), "fsdp 4")
     assert len(plain) > 4 * TABLE.size  # as a constant of the program
-    assert len(warm.lowered_init.as_text()) < 16_000
-    assert "threefry" in plain and "threefry" not in warm.lowered_init.as_text()
+    assert len(warm.initial.lowered.as_text()) < 16_000
+    assert "threefry" in plain and "threefry" not in warm.initial.lowered.as_text()
 
 
 def test_leaves_of_the_initial_state_read_only_theirs(folder, monkeypatch):
@@ -214,7 +215,7 @@ def test_leaves_of_the_initial_state_read_only_theirs(folder, monkeypatch):
     read = []
     original = program.init_from.read
     monkeypatch.setattr(program.init_from, "read", lambda targets: read.extend(targets) or original(targets))
-    leaves = program.init_leaves({"params/head/w", "opt_state/0/mu/table"})
+    leaves = program.initial.leaves({"params/head/w", "opt_state/0/mu/table"})
     assert read == ["params/head/w"] and np.array_equal(leaves["params/head/w"], PARAMS["head/w"])
     assert not leaves["opt_state/0/mu/table"].any()
 

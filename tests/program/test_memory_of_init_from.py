@@ -71,7 +71,7 @@ def test_each_device_reads_its_slice(tmp_path, monkeypatch, capsys, mib, num, sp
     paths = [path for path, _ in named_leaves(program.abstract_state) if path.startswith("params")]
     with Anonymous() as memory:
         started = time.monotonic()
-        leaves = program.init_leaves(paths)
+        leaves = program.initial.leaves(paths)
         ours_s = time.monotonic() - started
     largest = mib / num / 8
     assert memory.peak <= (1.1 * mib + largest + spare) * MIB, memory.peak / MIB
@@ -82,7 +82,9 @@ def test_each_device_reads_its_slice(tmp_path, monkeypatch, capsys, mib, num, sp
     if mib > 64:
         started = time.monotonic()
         plain = st.load_file(tmp_path / "m.safetensors")
-        jax.block_until_ready([jax.device_put(plain[path[7:]], program._loadable[path].sharding) for path in paths])
+        jax.block_until_ready(
+            [jax.device_put(plain[path[7:]], program.initial.loadable[path].sharding) for path in paths]
+        )
         plain_s = time.monotonic() - started
         with capsys.disabled():
             print(f"\n{mib} MiB: {ours_s:.1f} s, a plain loader {plain_s:.1f} s, peak {memory.peak / MIB:.0f} MiB")

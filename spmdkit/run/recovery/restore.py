@@ -61,7 +61,7 @@ def initial_state(
 def state_before_step_1(cluster: Cluster, program: Program) -> Restored:
     """Returns the state of `init_from`, otherwise of `init`. All processes read the same leaves."""
     if (loaded := program.init_from) is not None:
-        facts = {"leaves": f"{loaded.facts}\n", "init": program.lowered_init.as_text()}
+        facts = {"leaves": f"{loaded.facts}\n", "init": program.initial.lowered.as_text()}
         cluster.same_everywhere("init_from", lambda: facts)
     return Restored(0, program.init(), None, [] if loaded is None else loaded.notes, {}, is_saved=False)
 

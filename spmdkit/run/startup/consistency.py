@@ -128,7 +128,7 @@ def program_facts(program: Program) -> dict[str, str]:
     for name, other in program.other_shapes().items():
         later[f"program of a step ({name})"] = other.lowered
     if program.config.init_from is None:  # otherwise compared when there is no checkpoint, since it reads the source
-        later["init"] = program.lowered_init
+        later["init"] = program.initial.lowered
     return {
         "config with auto chosen": f"{to_yaml(program.config, hide_secrets=True)}\n",
         "mesh": describe_mesh(program.sizes),
