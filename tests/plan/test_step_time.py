@@ -153,6 +153,11 @@ def test_a_spread_collective_takes_until_its_last_fusion():
     assert timed(text, tpu) == (3, 2)
 
 
+def test_the_largest_number_of_cycles_is_no_estimate():
+    line = dot("d") + f', backend_config={{"estimated_cycles":"{2**63 - 1}"}}'
+    assert timed(program(line), machine(clock_hz=1e9)) == timed(program(dot("d")), machine(clock_hz=1e9))
+
+
 def test_two_chains_of_one_channel_end_separately():
     chain = lambda n: f', frontend_attributes={{chain_id="{n}"}}'
     targets = {"first": "AsyncCollectiveStart", "last": "AsyncCollectiveDone"}

@@ -53,9 +53,9 @@ def ended_chain(module: Module, i: Instruction) -> str | None:
 
 
 def estimated_cycles(i: Instruction) -> int | None:
-    """Returns the compiler's estimate of the cycles that an instruction takes, or None."""
+    """Returns the compiler's estimate of the cycles that an instruction takes, or None. The largest int64 is none."""
     match = re.search(r'"estimated_cycles":"?(\d+)', i.attributes)
-    return int(match[1]) if match else None
+    return int(match[1]) if match and int(match[1]) < 2**62 else None
 
 
 def between_slices(i: Instruction, num_devices: int) -> tuple[str, Groups] | None:
