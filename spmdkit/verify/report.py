@@ -225,7 +225,7 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
     applied = [m for m in mutants if "not_applicable" not in m]
     failed, passed = ([c for c in ran if c["passed"] is wanted] for wanted in (False, True))
     notes = []
-    if any(spec["config"]["precision"][key] != "float32" for key in ("compute", "params", "reduce")):
+    if any(spec["config"]["precision"][key] != "float32" for key in ("compute", "params", "reduction")):
         notes.append(
             f"precision is {spec['dtype']} here, not the config's: what is compared is the mathematics, not the "
             "rounding"

@@ -172,7 +172,7 @@ class TaskRunner:
             "microbatches": setting.microbatches,
             "batch_size": self.batch_size,
             "steps": self.steps,
-            "precision": {"compute": self.dtype, "params": self.dtype, "reduce": self.dtype},
+            "precision": {"compute": self.dtype, "params": self.dtype, "reduction": self.dtype},
             "eval.every_steps": None,
             "eval.batch_size": None,
             "checkpoint": None,

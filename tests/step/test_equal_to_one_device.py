@@ -141,7 +141,7 @@ def test_precision_mapping_sets_each_dtype():
         seen["compute"] = (params["w"].dtype.name, batch["x"].dtype.name)
         return regression_loss(params, batch, key)
 
-    precision = {"compute": "float32", "params": "bfloat16", "reduce": "bfloat16"}
+    precision = {"compute": "float32", "params": "bfloat16", "reduction": "bfloat16"}
     task = dataclasses.replace(regression(), loss_fn=loss_fn, optimizer=keep_gradient(optax.adam(1e-2)))
     program = program_of(task, precision=precision, mesh={"data": 8})
     run = train(program, evaluate=False, steps=2)
