@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 T = TypeVar("T")
 
@@ -23,6 +24,12 @@ Into = Callable[[Any], bool]
 def enter_all(eqn: Any) -> bool:
     """Returns True, so that a walk enters every jaxpr."""
     return True
+
+
+def function_of(closed: ClosedJaxpr, out: Any) -> Callable[..., Any]:
+    """Returns the traced function, on trees. `out`: a tree with the structure of its result."""
+    run, structure = jaxpr_as_fun(closed), jax.tree.structure(out)
+    return lambda *args: jax.tree.unflatten(structure, run(*jax.tree.leaves(args)))
 
 
 def open_jaxpr(jaxpr: Any) -> Any:

@@ -172,15 +172,14 @@ def _trace_once(
     def probe(*shards: jax.Array) -> None:
         locals_[:] = body(*shards)
 
-    closed = traced(probe, context.sharding.mesh, tuple(in_specs), leaves, typed=True)
+    trace = functools.partial(traced, probe, context.sharding.mesh, tuple(in_specs), leaves)
+    closed = trace(typed=True)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in locals_]
     if any(isinstance(c, jax.core.Tracer) for c in closed.consts):
         raise ConfigError(
             "sk.manual: fn closes over a traced array. Inside, arrays are shards, and an outer array has no spec. "
             "Pass it as an argument, with its dims in in_dims."
         )
-    has_derivative = takes_derivative(closed)
-    if has_derivative:
-        untyped = traced(probe, context.sharding.mesh, tuple(in_specs), leaves, typed=False)
-        refuse_summed(f"sk.manual: {name}", closed, untyped, [a for a in MODEL_AXES if context.sharding.size(a) > 1])
-    return shapes, has_derivative
+    axes = [a for a in MODEL_AXES if context.sharding.size(a) > 1]
+    refuse_summed(f"sk.manual: {name}", closed, lambda: trace(typed=False), axes)
+    return shapes, takes_derivative(closed)

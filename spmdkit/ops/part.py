@@ -9,6 +9,7 @@ and the values that `remat` selects (`ops/remat.py`); all other values are recom
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -93,10 +94,8 @@ class Part:
             return
         name, body = self.watched
 
-        typed, untyped = (
-            traced(self._in_levels(body), self.mesh, self._specs(), args, typed=typed) for typed in (True, False)
-        )
-        refuse_summed(f"sk.manual: {name}", typed, untyped, axes)
+        trace = functools.partial(traced, self._in_levels(body), self.mesh, self._specs(), args)
+        refuse_summed(f"sk.manual: {name}", trace(typed=True), lambda: trace(typed=False), axes)
 
     def bind(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(_manual_p.bind(*args, part=self))

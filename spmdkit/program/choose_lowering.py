@@ -134,9 +134,8 @@ def _traced(task_step: TaskStep, context: Context) -> tuple[Context, jax.stages.
 
 def _with_state_of(task_step: TaskStep, reducer: Reducer, context: Context) -> tuple[TaskStep, Context]:
     """Returns (the step, its context) with a stateful reducer; its state becomes part of the train state."""
-    gradients = call_user(functools.partial(task_step.gradient_shapes, context), task_step.what)
     context = context.with_options(reducer=reducer)
-    state, table = reducer_state.shapes(reducer, gradients, context)
+    state, table = reducer_state.shapes(reducer, context.usage.gradients, context)
     placed = task_step.state
     abstract = placed.abstract.replace(reducer=state)
     whole = layout_from_table([*placed.table, *table], abstract, task_step.mesh, placed.placements)
@@ -160,7 +159,8 @@ def _settled(
         context = context.with_options(remat_whole=True)
     by_names = not isinstance(config.remat, str) or config.remat in POLICIES
     if by_names and whole:
-        last, whole = task_step.trace(context), False  # only recomputed functions record names
+        context, whole = context.for_new_trace(), False
+        last = task_step.trace(context)  # only recomputed functions record names
     if isinstance(config.remat, str):
         if by_names:
             check_policy(config.remat, context.usage.marks, task_step.what)

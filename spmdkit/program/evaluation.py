@@ -12,16 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import compat
 from spmdkit.compat import callbacks
 from spmdkit.config.sections import Checkpoint
 from spmdkit.data.feed import Feed
 from spmdkit.errors import ConfigError
-from spmdkit.foundation import phase
+from spmdkit.foundation import jaxprs, phase
 from spmdkit.foundation.formatting import nearest
-from spmdkit.foundation.trees import abstract
 from spmdkit.foundation.user_code import call_user
-from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.program import padding_check
 from spmdkit.program.step_context import names_replicas
 from spmdkit.program.task import Task
@@ -35,6 +32,11 @@ from spmdkit.step.metrics.mean import Mean
 from spmdkit.step.model_state import agreement
 from spmdkit.step.state import TrainState
 from spmdkit.step.step import Batch
+
+NEEDS_KEY = (
+    "evaluation runs loss_fn with random keys that are the same at every evaluation, since it does not accept "
+    "key=None: dropout stays on. Pass Task(eval_fn=...) for a deterministic evaluation."
+)
 
 
 class Evaluator:
@@ -94,7 +96,7 @@ class SetEvaluator:
     """The evaluation of sets with batches of equal shapes. `feed`: the batches of one of them.
 
     Attributes:
-        of_batch: `(totals or None, state, batch) -> (totals, metrics)`, to be traced.
+        of_batch: `(state, batch, number of the batch) -> metrics`, to be traced.
     """
 
     def __init__(
@@ -121,41 +123,45 @@ class SetEvaluator:
         abstract_batch = feed.abstract()
         on_device = jax.eval_shape(to_device, abstract_state)
         params = jax.eval_shape(params_of, on_device)
-        eval_fn, needs_key, self.note = _function(task, on_device, params, abstract_batch, stateful, groups)
-        evaluated = evaluate(eval_fn, stateful)
+        number = jax.ShapeDtypeStruct((), jnp.int32)
 
-        def evaluate_batch(totals: Any, current: TrainState, batch: Batch) -> tuple[Any, dict[str, Metric]]:
-            number, before = (jnp.zeros((), jnp.int32), None) if totals is None else totals
+        def of_batch(current: TrainState, batch: Batch, number: Any) -> dict[str, Metric]:
             arguments = to_device(current), batch.examples, batch.mask, number
-            fixed = evaluated, context, groups is not None, params_of, seed if needs_key else None
+            fixed = evaluate(eval_fn, stateful), context, groups is not None, params_of, key_seed
             sums_of: Callable[..., dict[str, Metric]] = functools.partial(_sums_of, *fixed)
             if context.sharding.explicit:
                 shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
                 sums_of = functools.partial(_call_explicit, context, sums_of, shardings)
-            sums = sums_of(*arguments)
-            counted = batch.mask.any().astype(jnp.int32) if feed.ends and batch.mask is not None else 1
-            return number + counted, sums if before is None else merge_next_batch(before, sums)
-
-        evaluate_batch.__name__ = "evaluate"  # the name in profiles and in XLA's dumps
+            return sums_of(*arguments)
 
         def trace() -> Any:
-            first = functools.partial(evaluate_batch, None)
-            return jax.make_jaxpr(first, return_shape=True)(abstract_state, abstract_batch)
+            uncached = functools.partial(of_batch)  # JAX caches the trace of a function
+            make = jax.make_jaxpr(uncached, return_shape=True)
+            return call_user(lambda: make(abstract_state, abstract_batch, number), self._what)
 
         def lowered() -> jax.stages.Lowered:
-            placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), self._totals)
-            return jax.jit(evaluate_batch, out_shardings=self._whole).lower(placed, abstract_state, abstract_batch)
+            sums_of_batch = jaxprs.function_of(*(traced.pop() if traced else trace()))  # a trace holds constants
+            return _lowered(sums_of_batch, self._totals, abstract_state, abstract_batch, self._whole, feed.ends)
 
-        jaxpr, self._totals = call_user(trace, self._what)
+        eval_fn, key_seed, self.note = _function(task, stateful, False), None, None
+        try:
+            traced = [trace()]
+        except Exception:  # any failure of a loss means that it needs a key
+            if task.eval_fn is not None:
+                raise
+            eval_fn, key_seed, self.note = _function(task, stateful, True), seed, NEEDS_KEY
+            context = context.for_new_trace()
+            traced = [trace()]
         self.row_usages: Sequence[Usage] = ()
         if task.eval_fn is not None and not context.sharding.explicit:
             masked = dataclasses.replace(context, mask=abstract_batch.mask)
             examples = abstract_batch.examples
             self.row_usages = evaluation_usages(masked, eval_fn, stateful, params, on_device.model_state, examples)
-        if _needs_mapped(context, jaxpr, task):
+        if _needs_mapped(context, traced[0][0], task):
             context = context.with_sharding(form="mapped").for_new_trace()
-            _, self._totals = call_user(trace, self._what)
-        self._lower, self._compile, self.of_batch = lowered, compile, evaluate_batch
+            traced = [trace()]
+        self._totals = number, traced[0][1]
+        self._lower, self._compile, self.of_batch = lowered, compile, of_batch
         self.names = tuple(name for name, x in jax.eval_shape(_values, self._totals[1]).items() if not x.shape)
 
     @functools.cached_property
@@ -210,6 +216,26 @@ class SetEvaluator:
             raise padding_check.refused_evaluation(effects, self._what, feed.schedule)
 
 
+def _lowered(
+    sums_of_batch: Callable[..., dict[str, Metric]],
+    totals: Any,
+    state: TrainState,
+    batch: Batch,
+    whole: NamedSharding,
+    ends: bool,
+) -> jax.stages.Lowered:
+    """Returns `(totals, state, batch) -> totals` as passed to the compiler, with totals `(batches, metrics)`. `ends`:
+    a batch without rows is not counted."""
+
+    def evaluate(totals: Any, state: TrainState, batch: Batch) -> tuple[Any, dict[str, Metric]]:
+        number, before = totals
+        counted = batch.mask.any().astype(jnp.int32) if ends and batch.mask is not None else 1
+        return number + counted, merge_next_batch(before, sums_of_batch(state, batch, number))
+
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), totals)
+    return jax.jit(evaluate, out_shardings=whole).lower(placed, state, batch)
+
+
 def _needs_mapped(context: trace_context.Context, jaxpr: Any, task: Task) -> bool:
     """Returns whether an evaluation can only run in the form that binds the names of the replicas' axes."""
     if context.sharding.form == "plain":
@@ -257,47 +283,19 @@ def _sums_of(
         return evaluated(params, model_state, examples, key, number)
 
 
-def _function(
-    task: Task, state: TrainState, params: Any, batch: Batch, stateful: bool, groups: int | None
-) -> tuple[Callable[..., Any], bool, str | None]:
-    """Returns (the function to evaluate, whether its last argument is a random key, a note)."""
+def _function(task: Task, stateful: bool, needs_key: bool) -> Callable[..., Any]:
+    """Returns the function to evaluate. `needs_key`: whether the last argument of a `loss_fn` is a random key."""
     if task.eval_fn is not None:
-        return task.eval_fn, False, None
+        return task.eval_fn
     loss_fn = task.loss_fn
     if loss_fn is None:
         raise ConfigError("evaluation needs Task.eval_fn or Task.loss_fn; this task has only train_step. Pass eval_fn.")
-    model_state: tuple[Any, ...] = ()
-    if stateful:
-        single_copy = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if groups is not None else x
-        model_state = (jax.tree.map(single_copy, state.model_state),)
-    # Without placements: a trace of the loss alone would reject parameters in host memory.
-    needs_key = _refuses_none_key(loss_fn, abstract((params, *model_state, batch.examples)))
-    note = (
-        "evaluation runs loss_fn with random keys that are the same at every evaluation, since it does not accept "
-        "key=None: dropout stays on. Pass Task(eval_fn=...) for a deterministic evaluation."
-    )
 
     def eval_fn(*args: Any) -> dict[str, Metric]:
         loss, metrics, _ = checked_loss(loss_fn(*args, *(() if needs_key else (None,))), stateful)
         return {"loss": loss, **metrics}
 
-    return eval_fn, needs_key, note if needs_key else None
-
-
-def _refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
-    """Returns whether `loss_fn(*arguments, None)` fails to trace, with one replica in training mode."""
-    num = jax.tree.leaves(arguments[-1])[0].shape[0]
-
-    def loss_of_rows(*args: Any) -> Any:
-        with trace_context.with_examples(trace_context.Examples(num, None, jnp.arange(num), None)):
-            return loss_fn(*args, None)
-
-    try:
-        with compat.bound_axes(dict.fromkeys(REPLICA_AXES, 1)):
-            jax.eval_shape(loss_of_rows, *arguments)
-    except Exception:  # noqa: BLE001 - any failure means that the loss needs a key
-        return True
-    return False
+    return eval_fn
 
 
 def check_best(options: Checkpoint | None, names: Sequence[str]) -> None:

@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
 from jax.sharding import NamedSharding
 
 from spmdkit.communication.reducers.base import METRIC_PREFIX
 from spmdkit.data import BatchSchedule
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import jaxprs
 from spmdkit.foundation.trees import common_dtype, named_leaves
 from spmdkit.step.step import Batch
 from spmdkit.step.trace_context import Context
@@ -171,7 +171,7 @@ def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed:
     model state, or of the parameters if a step has no metrics. The parameters are slightly perturbed. `placed`:
     shardings of the state; `whole`: sharding of the metrics.
     """
-    step, structure = core.jaxpr_as_fun(traced.jaxpr), jax.tree.structure(traced.out_info)
+    step = jaxprs.function_of(traced.jaxpr, traced.out_info)
     abstract_state, metrics, _ = traced.out_info
 
     def pick(state: Any, metrics: Any, *_: Any) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed:
 
     def step_from_moved(state: Any, batch: Batch) -> dict[str, Any]:
         state = state.replace(params=jax.tree.map(_moved, state.params, placed.params))
-        return pick(*jax.tree.unflatten(structure, step(*jax.tree.leaves((state, batch)))))
+        return pick(*step(state, batch))
 
     on_device = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), placed)
     out_shardings = pick(on_device, jax.tree.map(lambda _: whole, metrics))

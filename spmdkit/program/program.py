@@ -263,7 +263,7 @@ class Program:
     @ignores_user_settings
     def traced(self) -> jax.stages.Traced:
         """The step traced on its shardings, with its jaxpr; can be lowered."""
-        return self._task_step.trace(self._step_context) if self._traced is None else self._traced
+        return self._traced or self._task_step.trace(self._step_context.for_new_trace())
 
     @functools.cached_property
     @ignores_user_settings

@@ -57,11 +57,10 @@ class TaskStep:
         """The name of the user's function in messages."""
         return "train_step" if self.task.train_step is not None else "loss_fn"
 
-    def function(self, context: Context, discover: bool = False, typed: bool = True) -> Any:
+    def function(self, context: Context, typed: bool = True) -> Any:
         """Returns `(state, batch) -> (state, metrics, checks)`.
 
         Args:
-            discover: `reducer` of the new state holds the gradient of each call of `sk.value_and_grad`.
             typed: False omits the types of values that vary over replicas (`view: replica`).
         """
         train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
@@ -73,10 +72,10 @@ class TaskStep:
         if self.groups is not None:
             return group_step(train_step, context, self.groups, self.to_device)
         if self.task.is_manual:
-            whole = step.replica_step(train_step, context, self.to_device, discover, typed)
+            whole = step.replica_step(train_step, context, self.to_device, typed)
         else:
-            whole = step.global_step(train_step, context, self.to_device, discover)
-        return step.unchanged_without_rows(whole, self.to_device) if self.ends and not discover else whole
+            whole = step.global_step(train_step, context, self.to_device)
+        return step.unchanged_without_rows(whole, self.to_device) if self.ends else whole
 
     def to_device(self, current: TrainState) -> TrainState:
         """Copies the leaves in host memory to the devices, inside the step."""
@@ -85,11 +84,6 @@ class TaskStep:
     def shapes(self, context: Context, batch: Batch | None = None) -> Any:
         """Returns the abstract result of the step."""
         return jax.eval_shape(self.function(context), self.state.abstract, batch or self.batch)
-
-    def gradient_shapes(self, context: Context) -> tuple[Any, ...]:
-        """Returns the abstract gradient that each call of `sk.value_and_grad` reduces."""
-        function = self.function(context.with_options(guard=None), discover=True)
-        return jax.eval_shape(function, self.state.abstract, self.batch)[0].reducer  # type: ignore[no-any-return]
 
     def trace(self, context: Context) -> jax.stages.Traced:
         """Returns the step traced on its shardings; raises ConfigError if replicas diverge, or groups communicate."""
@@ -102,7 +96,7 @@ class TaskStep:
             replica_axes = [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1]
             check_reductions(traced.jaxpr, replica_axes)
             check_agreement(traced.jaxpr, replica_axes)
-            untyped = jax.make_jaxpr(self.function(context.for_new_trace(), typed=False))(*arguments)
+            untyped = lambda: jax.make_jaxpr(self.function(context.for_new_trace(), typed=False))(*arguments)
             refuse_summed("train_step", traced.jaxpr, untyped, replica_axes)
         if self.groups is not None:
             groups.check_alone(self.groups, traced.jaxpr, self.what)

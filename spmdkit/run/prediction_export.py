@@ -127,7 +127,7 @@ def _function(
     def predict(arrays: Mapping[str, Any], batch: Any) -> Any:
         num = jax.tree.leaves(batch)[0].shape[0]
         unread = {name: jax.tree.map(lambda x: jnp.zeros((num, *x.shape[1:]), x.dtype), x) for name, x in rest.items()}
-        _, metrics = of_batch(None, state_of(arrays), Batch({**batch, **unread} if rest else batch))
+        metrics = of_batch(state_of(arrays), Batch({**batch, **unread} if rest else batch), jnp.zeros((), jnp.int32))
         structure, dtypes = found["structure"]
         return jax.tree.unflatten(structure, [metrics[x].value.astype(dtype) for x, dtype in dtypes.items()])
 

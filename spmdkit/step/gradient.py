@@ -12,6 +12,7 @@ Wire: reducer(parameters) on the replica axes, once per step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 from jax import lax
 
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import jaxprs
 from spmdkit.foundation.trees import abstract, describe, first_difference, is_narrow, named_leaves, path_name
 from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import leaf_roles, rng, trace_context
@@ -35,7 +37,13 @@ from spmdkit.step.metrics.base import Metric, empty_parts, merge_trees
 from spmdkit.step.metrics.mean import Means
 from spmdkit.step.metrics.user_metric import CustomMetric
 from spmdkit.step.model_state import agreement
-from spmdkit.step.multi_term_loss import divides_first, microbatch_gradients, over_microbatches, terms
+from spmdkit.step.multi_term_loss import (
+    divides_first,
+    has_known_counts,
+    microbatch_gradients,
+    over_microbatches,
+    terms,
+)
 from spmdkit.step.reduction import Call
 from spmdkit.step.row_order import RowOrder, split
 from spmdkit.step.trace_context import Context
@@ -91,7 +99,8 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         kinds = _state_reductions(context, model_state, usages) if len(args) == 3 else {}
         local = _local_gradient(loss_fn, len(args) == 3, context, key, usages)
         trained = leaf_roles.select(params, lambda path: path not in roles)
-        call = Call(context.slots.take(_gradient_shapes(context, trained)), key)
+        context.usage.gradients.append(_gradient_shapes(context, trained))
+        call = Call(context.slots.take(), key)
         sums, new_state, reducer_state = map_replicas(context, local, params, model_state, batch, kinds, call)
         context.slots.put(reducer_state)
         facts = sums.facts
@@ -185,14 +194,12 @@ def _local_gradient(
 
         body = jax.checkpoint(sum_and_count, policy=options.remat.of_block) if options.remat_whole else sum_and_count
 
-        def microbatch_sums(
-            state: Any, rows: Any, mask: Any, micro: Any, whole: Means | None = None, divided: bool | None = None
-        ) -> Any:
+        def microbatch_sums(state: Any, rows: Any, mask: Any, micro: Any, whole: Means | None = None) -> Any:
             whole_params: Callable[[Any], Any] = lambda part: leaf_roles.fill(part, computed) if roles else part
             loss_of: Callable[[Any], Any] = lambda part: body(whole_params(part), state, rows, mask, index, micro)
             primals, pull, (loss, metrics, new_state, facts), depends = _vjp(loss_of, moving)
-            if divided is None:
-                divided = overwrites or divides_first(context, loss, lambda: _needs_scale(usages, loss_of, moving))
+            divided = whole is not None or overwrites
+            divided = divided or divides_first(context, loss, lambda: _needs_scale(usages, loss_of, moving))
             parts: Any = microbatch_gradients(context, loss, divided, whole, primals, pull, depends)
             new_values = dict[str, Max]()
             if roles:
@@ -207,21 +214,22 @@ def _local_gradient(
             return microbatch_sums(state, rows, mask, 0)
         micro_rows, micro_mask = jax.tree.map(lambda x: _split_microbatches(context, x), (rows, mask))
 
+        xs = micro_rows, micro_mask, jnp.arange(context.sharding.microbatches, dtype=jnp.int32)
+        state, first = as_local(context, state), jax.tree.map(lambda x: x[0], xs)
+        traced, out = jax.make_jaxpr(microbatch_sums, return_shape=True)(state, *first)
+        compute, shapes = jaxprs.function_of(traced, out), out[0]
+        of_one = terms(shapes.facts.with_static_counts(shapes.loss, "loss"))
+        if shapes.facts.divided and not has_known_counts(of_one):
+            of_micro = lambda state, xs: one_microbatch(computed, state, xs[0], xs[1], index, xs[2])[:3]
+            whole = over_microbatches(context, of_one, of_micro, state, xs, shapes.facts.count_has_gradient)
+            compute = functools.partial(microbatch_sums, whole=whole)
+
         def add(carry: Any, xs: Any) -> Any:
             total, state = carry
-            rows, mask, micro = xs
-            sums, state = microbatch_sums(state, rows, mask, micro, whole, shapes.facts.divided)
+            sums, state = compute(state, *xs)
             return as_local(context, (merge_trees(total, sums), state)), None
 
-        shapes = jax.eval_shape(microbatch_sums, state, *jax.tree.map(lambda x: x[0], (micro_rows, micro_mask)), 0)[0]
-        micros = jnp.arange(context.sharding.microbatches, dtype=jnp.int32)
-        whole = None
-        if shapes.facts.divided:
-            of_one = terms(shapes.facts.with_static_counts(shapes.loss, "loss"))
-            of_micro = lambda state, xs: one_microbatch(computed, state, xs[0], xs[1], index, xs[2])[:3]
-            depends = shapes.facts.count_has_gradient
-            whole = over_microbatches(context, of_one, of_micro, state, (micro_rows, micro_mask, micros), depends)
-        return lax.scan(add, as_local(context, (_zeros(context, shapes), state)), (micro_rows, micro_mask, micros))[0]
+        return lax.scan(add, (as_local(context, _zeros(context, shapes)), state), xs)[0]
 
     return local
 
@@ -280,8 +288,7 @@ def _analysis(
 
     code = getattr(loss_fn, "__code__", type(loss_fn))
     shapes = str(abstract((params, state, batch, key, context.mask)))
-    found = (context.usage.num_losses, code, shapes)
-    context.usage.num_losses += 1
+    found = (len(context.usage.gradients), code, shapes)
     if found not in context.analyses:
         context.analyses[found] = _analyzed(context, outputs, params, state if stateful else None, batch, key)
     usages: Sequence[Usage] = context.analyses[found]

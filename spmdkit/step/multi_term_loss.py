@@ -50,6 +50,19 @@ def divides_first(context: Context, loss: Mean | Means, needs_scale: Callable[[]
     return (reduced is not None and has_small_range(reduced)) or needs_scale()
 
 
+def has_known_counts(loss: Means) -> bool:
+    """Returns whether all counts depend only on shapes."""
+    return all(isinstance(part.count, np.floating) for part in loss.parts)
+
+
+def _over_equal_microbatches(context: Context, loss: Means) -> Means:
+    """Returns the sum of means over all microbatches and replicas, with the counts of one microbatch, without sums."""
+    times = context.sharding.microbatches
+    static: Callable[[Any], Any] = lambda x: x.dtype.type(float(x) * times) if isinstance(x, np.floating) else None
+    parts = (Mean(jnp.zeros_like(part.sum), static(part.count), static(part.num)) for part in loss.parts)
+    return over_replicas(context, Means(tuple(parts)), False)
+
+
 def over_replicas(context: Context, loss: Means, with_sums: bool) -> Means:
     """Returns the sum of means over all replicas from one replica's part. Without sums, the sums are zero.
 
@@ -58,7 +71,7 @@ def over_replicas(context: Context, loss: Means, with_sums: bool) -> Means:
     if context.options.reducer.input_scale == "mean":
         return loss
     axes = REPLICA_AXES if context.inside or context.sharding.form != "plain" else ()
-    if not all(isinstance(part.count, np.floating) for part in loss.parts):
+    if not has_known_counts(loss):
         context.usage.record_call("count_first")
     num = context.sharding.size(*REPLICA_AXES) if context.inside else context.sharding.num_replicas
 
@@ -81,15 +94,10 @@ def over_microbatches(
     """Returns the sum of means over all microbatches and replicas, before any microbatch is differentiated.
 
     Args:
-        of_one: the abstract loss of one microbatch; counts that depend only on shapes are numpy numbers.
+        of_one: the abstract loss of one microbatch; not all of its counts are known.
         compute: `(state, microbatch) -> (loss, metrics, new state)`; `microbatches` is a tree of [microbatches, ...].
         depends: whether a count depends on the parameters.
     """
-    times = context.sharding.microbatches
-    if all(isinstance(part.count, np.floating) for part in of_one.parts):  # the sums belong to another trace
-        static: Callable[[Any], Any] = lambda x: x.dtype.type(float(x) * times) if isinstance(x, np.floating) else None
-        parts = (Mean(jnp.zeros((), part.sum.dtype), static(part.count), static(part.num)) for part in of_one.parts)
-        return over_replicas(context, Means(tuple(parts)), False)
 
     def add(carry: Any, xs: Any) -> Any:
         total, state = carry
@@ -118,13 +126,15 @@ def microbatch_gradients(
     (gradient of the value, None).
 
     Args:
-        whole: the sum of means over the full batch; None if this microbatch is the only one.
+        whole: the sum of means over the full batch; None if this microbatch is the only one, or all counts are known.
         primals: (sums, counts), tuples with one entry per mean.
         pull: maps cotangents shaped like `primals` to the gradient, in a tuple.
         depends: whether a count depends on the parameters.
     """
     if first:
-        whole = over_replicas(context, terms(loss), depends) if whole is None else whole
+        if whole is None:
+            known, means = has_known_counts(terms(loss)), terms(loss)
+            whole = _over_equal_microbatches(context, means) if known else over_replicas(context, means, depends)
         return pull(_cotangents(whole, primals, depends))[0], None
     ones, zeros = (jax.tree.map(fill, primals) for fill in (jnp.ones_like, jnp.zeros_like))
     of_sum = pull((ones[0], zeros[1]))[0]

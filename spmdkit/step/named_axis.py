@@ -50,14 +50,16 @@ def map_step(train_step: Callable[..., Any], axis_name: str) -> Callable[..., An
             return constrain(context, rows, replicas, context.sharding.inner_axes)
 
         rows = jax.tree.map(by_replica, batch)
-        _check_agreement(context, train_step, axis_name, state, jax.tree.map(lambda x: x[0], rows))
-        over_replicas = jax.vmap(train_step, (None, 0), None, axis_name=axis_name, spmd_axis_name=replicas)
-        return over_replicas(state, rows)
+        one_replica = _checked_step(context, train_step, axis_name, state, jax.tree.map(lambda x: x[0], rows))
+        return jax.vmap(one_replica, (None, 0), None, axis_name=axis_name, spmd_axis_name=replicas)(state, rows)
 
     return mapped
 
 
-def _check_agreement(context: Context, train_step: Any, axis_name: str, state: Any, rows: Any) -> None:
+def _checked_step(
+    context: Context, train_step: Any, axis_name: str, state: Any, rows: Any
+) -> Callable[[Any, Any], Any]:
+    """Returns the traced step of one replica; raises ConfigError as `map_step`."""
     num = context.sharding.num_replicas
     with compat.bound_axes({axis_name: num}):
         closed, out = jax.make_jaxpr(train_step, return_shape=True)(state, rows)
@@ -80,6 +82,7 @@ def _check_agreement(context: Context, train_step: Any, axis_name: str, state: A
                 "per-replica step must be the same on every replica. Apply "
                 f"lax.pmean(..., '{axis_name}') to it, or to the gradients that it is computed from."
             )
+    return jaxprs.function_of(closed, out)
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,10 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 class ReducerSlots:
-    """The reducer's state during one trace of a step: `TrainState.reducer`, one entry per call. `None` traces the step
-    to find the calls: no call has a state, and `new_state` returns zeros shaped like the gradient of each call."""
+    """The reducer's state during one trace of a step: `TrainState.reducer`, one entry per call."""
 
-    def __init__(self, states: Sequence[Any] | None = ()):
-        self._discovers = states is None
-        self._states: Sequence[Any] = states or ()
+    def __init__(self, states: Sequence[Any] = ()):
+        self._states = states
         self._put: list[Any] = []
         self._updates: list[Any] = []
         self.metrics: dict[str, jax.Array] = {}
@@ -35,13 +33,13 @@ class ReducerSlots:
         self.sizes: jax.Array | None = None
         self._trace = compat.current_trace()
 
-    def take(self, gradient: Any) -> Any:
-        """Returns the state of the next call, with a gradient shaped like `gradient`; None if it has no state.
+    def take(self) -> Any:
+        """Returns the state of the next call; None if it has no state.
 
         Raises:
             ConfigError: the call is inside a user's loop, or there are more calls than in the first trace.
         """
-        if not self._states and not self._discovers:
+        if not self._states:
             return None
         if compat.current_trace() is not self._trace:
             raise ConfigError(
@@ -49,9 +47,6 @@ class ReducerSlots:
                 "config's reducer has a state, one for each call. Call it outside (microbatches: N accumulates "
                 "gradients without a loop), or use reducer: sum."
             )
-        if self._discovers:
-            self._put.append(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), gradient))
-            return None
         if len(self._put) == len(self._states):
             raise ConfigError(
                 f"sk.value_and_grad is called more often in this trace than in the first one ({len(self._states)} "
@@ -90,7 +85,7 @@ class ReducerSlots:
 
     def new_state(self) -> tuple[Any, ...]:
         """Returns the new `TrainState.reducer`; raises ConfigError after fewer calls than in the first trace."""
-        if len(self._put) != len(self._states) and not self._discovers:
+        if len(self._put) != len(self._states):
             raise ConfigError(
                 f"sk.value_and_grad is called {len(self._put)} times in this trace and {len(self._states)} times in "
                 "the first one. The reducer's state has one entry for each call. Call it the same number of times in "

@@ -121,18 +121,17 @@ def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
 
 
 def global_step(
-    train_step: StepFn, context: Context, to_device: Callable[[Any], Any], discover: bool = False
+    train_step: StepFn, context: Context, to_device: Callable[[Any], Any]
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile for a step on global arrays.
 
     Args:
         to_device: copies leaves from host memory to the devices.
-        discover: `reducer` of the new state holds the gradient (zeros) of each call of `sk.value_and_grad`.
     """
 
     def stepped(state: TrainState, batch: Batch) -> Stepped:
         rows = step_examples(context, batch.examples, batch.mask, state.key)
-        slots = ReducerSlots(None if discover else state.reducer)
+        slots = ReducerSlots(state.reducer)
         inner = dataclasses.replace(context, mask=batch.mask, slots=slots)
         bound = trace_context.bound_replicas(context)
         with trace_context.tracing(inner), trace_context.with_examples(rows), bound:
@@ -185,7 +184,6 @@ def replica_step(
     train_step: StepFn,
     context: Context,
     to_device: Callable[[Any], Any],
-    discover: bool = False,
     typed: bool = True,
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile for a per-replica step: the user's step runs inside `shard_map`.
@@ -193,14 +191,13 @@ def replica_step(
     Parameters are passed as local copies. Results must be provably the same on all replicas (ConfigError otherwise).
 
     Args:
-        discover: as in `global_step`.
         typed: False for a trace that contains only the user's sums and none from JAX's types.
     """
     rows = PartitionSpec(context.sharding.larger(REPLICA_AXES) or REPLICA_AXES)
 
     def body(state: TrainState, examples: Any, mask: Any, limit: Any) -> Stepped:
         local_params, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
-        slots = ReducerSlots(None if discover else jax.tree.map(lambda x: x[0], state.reducer))
+        slots = ReducerSlots(jax.tree.map(lambda x: x[0], state.reducer))
         inner = dataclasses.replace(context.with_sharding(form="manual"), inside=True, mask=mask, slots=slots)
         own_rows = step_examples(inner, examples, mask, state.key, lax.axis_index(REPLICA_AXES))
         with trace_context.tracing(inner), trace_context.with_examples(own_rows):
@@ -223,10 +220,7 @@ def replica_step(
         states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": reducer_specs})
         in_specs, out_specs, mesh = (states, rows, rows, whole), (states, whole, whole), context.sharding.mesh
         mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
-        new_state, metrics, checks = mapped(to_device(state), batch.examples, batch.mask, batch.limit)
-        if discover:
-            new_state = new_state.replace(reducer=jax.tree.map(lambda x: x[0], new_state.reducer))
-        return new_state, metrics, checks
+        return mapped(to_device(state), batch.examples, batch.mask, batch.limit)
 
     whole_step.__name__ = COMPILED_NAME
     return whole_step

@@ -154,7 +154,7 @@ class UsageTracker:
         axes: mesh axes that were named for activations.
         marks: names of values inside recomputed functions (`checkpoint_name`).
         num_masked: number of metrics that excluded padding rows from values with the rows as first dim.
-        num_losses: number of calls of `sk.value_and_grad`.
+        gradients: the abstract gradient of each call of `sk.value_and_grad`.
         user_meshes: (mesh of sharding annotations in user code, its axes on the program's mesh, or an empty string if
             the annotations have no effect).
         shard_maps: lines that call a `jax.shard_map` of user code.
@@ -167,7 +167,7 @@ class UsageTracker:
     axes: set[str] = field(default_factory=set)
     marks: set[str] = field(default_factory=set)
     num_masked: int = 0
-    num_losses: int = 0
+    gradients: list[Any] = field(default_factory=list)
     user_meshes: set[tuple[str, str]] = field(default_factory=set)
     shard_maps: set[str] = field(default_factory=set)
     flax_rules: set[Rules] = field(default_factory=set)
@@ -189,7 +189,7 @@ class UsageTracker:
             set(self.axes),
             set(self.marks),
             self.num_masked,
-            self.num_losses,
+            list(self.gradients),
             set(self.user_meshes),
             set(self.shard_maps),
             set(self.flax_rules),
@@ -208,7 +208,7 @@ class UsageTracker:
         self.dropped_jits |= other.dropped_jits
         self.tiles |= other.tiles
         self.num_masked = max(self.num_masked, other.num_masked)
-        self.num_losses = max(self.num_losses, other.num_losses)
+        self.gradients = max(self.gradients, other.gradients, key=len)
 
 
 @dataclass(frozen=True)

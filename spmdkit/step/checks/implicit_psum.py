@@ -43,10 +43,10 @@ def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[s
     return next((line for line in more if line in leaving), None)
 
 
-def refuse_summed(what: str, typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> None:
+def refuse_summed(what: str, typed: ClosedJaxpr, untyped: Callable[[], ClosedJaxpr], axes: Collection[str]) -> None:
     """Raises ConfigError if the function `what` differentiates with respect to a value that is invariant along one of
-    `axes`."""
-    if (line := summed_by_types(typed, untyped, axes)) is not None:
+    `axes`. `untyped` traces it without types; not called for a function without sums in a transpose."""
+    if _sums_backward(typed, axes) and (line := summed_by_types(typed, untyped(), axes)) is not None:
         raise ConfigError(
             f"{what} takes a derivative with respect to a value that is the same along {sorted(axes)}, at {line}. JAX "
             "sums such a derivative over those devices, so each would get the derivative of all devices' examples. "
@@ -77,6 +77,12 @@ def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
     for eqn, (line, is_reducers) in jaxprs.equations_within(jaxpr, ("", False), _place):
         if _adds_over(eqn, axes) and not is_reducers:
             yield from [line] * len(eqn.invars)
+
+
+def _sums_backward(closed: ClosedJaxpr, axes: Collection[str]) -> bool:
+    """Returns whether a transpose contains a sum over any of `axes`."""
+    enter: Callable[[Any, bool], tuple[bool, bool]] = lambda eqn, outer: (outer or _is_backward(eqn),) * 2
+    return any(backward and _adds_over(eqn, axes) for eqn, backward in jaxprs.equations_within(closed, False, enter))
 
 
 def _leaving(closed: ClosedJaxpr, lines: Sequence[str], axes: Collection[str], own: Collection[str]) -> set[str]:
