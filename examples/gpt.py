@@ -28,7 +28,7 @@ from stdlib_text import VOCAB, RandomTokens, read_files, unigram_loss, windows
 
 import spmdkit as sk
 from spmdkit.ops.collectives import all_gather, axis_index, axis_size, reduce_scatter
-from spmdkit.ops.tensor import gather_weight, product
+from spmdkit.ops.tensor import gather_weight, in_row_parts, product
 
 HEAD_WIDTH = 32
 ROTARY_BASE = 10_000.0
@@ -322,6 +322,15 @@ def block_part(state: State, weights: Params, keys_B: jax.Array | None, *, optio
     is_dense = lambda name: name != "router" and "expert" not in BLOCK_DIMS[name]
     weights = {name: _whole(w, BLOCK_DIMS[name], x_BTD) if is_dense(name) else w for name, w in weights.items()}
     positions_T = sk.context_positions(x_BTD.shape[1] * axis_size("norm_sequence"))
+    layer = lambda rows: branches(*rows, weights, positions_T, options)
+    if "router" in weights:  # `sk.moe` gathers the experts' weights itself: once, not for each part
+        return layer((state, keys_B))
+    return in_row_parts(layer, (state, keys_B), tokens=len(positions_T))
+
+
+def branches(state: State, keys_B: jax.Array | None, weights: Params, positions_T: Any, options: Options) -> State:
+    """Returns the activations after attention and MLP, from weights gathered over fsdp."""
+    x_BTD = state["x"]
     own_T = jax.lax.dynamic_slice_in_dim(positions_T, axis_index("heads") * x_BTD.shape[1], x_BTD.shape[1])
     keys_2B = (None, None)
     if keys_B is not None:

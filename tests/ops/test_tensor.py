@@ -172,6 +172,27 @@ def test_rows_on_gpus_have_the_order_of_collectives(monkeypatch, mesh, order):
     np.testing.assert_allclose(found, np.einsum("BTNH,NHD->BTD", x, w), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(T, 8), (tensor.PART_TOKENS // 4, 4), (2 * tensor.PART_TOKENS, 2)])
+def test_rows_on_gpus_are_computed_in_parts(monkeypatch, tokens, rows):
+    monkeypatch.setattr(trace_context.Context, "platform", "gpu")
+    random = np.random.default_rng(0)
+    x, w = random.normal(size=(8, T, D)).astype(np.float32), random.normal(size=(D, D)).astype(np.float32)
+    found = set()
+
+    def layer(x, up, down):
+        def pair(x):
+            found.add(len(x["x"]))
+            hidden = jnp.tanh(tensor.product(all_gather(x["x"], "mlp", 1), up))
+            return {"y": reduce_scatter(tensor.product(hidden, down), "mlp", 1)}
+
+        return tensor.in_row_parts(pair, {"x": x, "keys": None}, tokens)["y"]
+
+    part = sk.manual(layer, in_dims=[ROWS, ("embed", "mlp"), ("mlp", "embed")], out_dims=ROWS)
+    expected = value_and_grad(lambda x, up, down: jnp.tanh(x @ up) @ down, x, w, w)
+    assert_close(value_and_grad(part, x, w, w, tensor=2), expected)
+    assert found == {rows}
+
+
 @pytest.mark.parametrize("rows, shape, is_transposed", [(8, (8, 2), True), (8, (2, 8), False), (4, (8, 2), False)])
 def test_gradients_of_tall_weights_are_computed_transposed(rows, shape, is_transposed):
     x, w = jnp.ones((rows, shape[0])), jnp.ones(shape)

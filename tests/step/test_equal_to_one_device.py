@@ -11,6 +11,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import spmdkit as sk
+from spmdkit.ops import tensor
+from spmdkit.step import trace_context
 from tests.support.core_models import (
     BATCH,
     MODELS,
@@ -45,6 +47,16 @@ def test_training_equals_one_device_on_every_mesh(model, mesh, microbatches):
     # Batch statistics are those of one microbatch, so the CNN's reference has as many microbatches.
     reference = one_device(model, microbatches if model == "cnn" else 1)
     assert_same_run(on_mesh(model, mesh, microbatches), reference)
+
+
+@pytest.mark.slow
+def test_gpt_in_row_parts_equals_one_device(monkeypatch):
+    reference = one_device("gpt")
+    monkeypatch.setattr(trace_context.Context, "platform", "gpu")
+    monkeypatch.setattr(tensor, "PART_TOKENS", 8)
+    mesh = {"fsdp": 2, "context": 2, "tensor": 2}
+    program = program_of(MODELS["gpt"](), mesh=mesh, microbatches=2, remat="full")
+    assert_same_run(train(program, evaluate=False), reference)
 
 
 def test_gradient_loss_and_update_match_manual_computation():
