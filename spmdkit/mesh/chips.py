@@ -201,7 +201,7 @@ def _gpu(
         outer=Link("network", outer, 1e-5),
         host_link=Link("host", pcie, 1e-5),
         # matmul: fitted to published runs on H100 (docs/published.md)
-        efficiency=Efficiency(matmul=0.54, memory=0.85, link=0.8),
+        efficiency=Efficiency(matmul=0.53, memory=0.85, link=0.8),
         devices_per_host=devices_per_host,
         # JAX reserves 75 % of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION sets another share; CUDA itself and NCCL
         # need 1 to 2 GiB.
