@@ -22,7 +22,7 @@ class ErrorBar:
     runs: int
 
 
-ERROR_BARS: Mapping[str, ErrorBar] = {"tpu": ErrorBar(0.15, 10), "gpu": ErrorBar(0.10, 7)}
+ERROR_BARS: Mapping[str, ErrorBar] = {"tpu": ErrorBar(0.10, 22), "gpu": ErrorBar(0.10, 9)}
 """Kind of chip -> error bar."""
 
 
