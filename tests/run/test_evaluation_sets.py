@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -81,3 +83,21 @@ def test_streams_and_arrays_as_sets():
     values = program.eval(program.init())
     rows = np.concatenate([100 * shard + np.arange(3 + shard % 8) for shard in range(8)])
     np.testing.assert_allclose([values["s/loss"], values["a/loss"]], [0.1 * rows.mean(), 0.1], rtol=1e-5)
+
+
+def test_random_keys_of_an_evaluation_differ_by_batch():
+    def loss(params, batch, key):
+        return sk.mean(jax.random.uniform(key, ()) + 0 * batch["x"] @ params["w"])
+
+    def evaluated(rows):
+        data = {"x": np.ones((rows, 2), np.float32)}
+        init = lambda key: {"w": jnp.zeros(2)}
+        task = sk.Task(init, loss, optax.sgd(0.1), train_data=data, eval_data=data)
+        program = program_of(task, batch_size=8)
+        state = program.init()
+        assert program.eval(state) == program.eval(state)
+        return program.eval(state)["loss"]
+
+    first, both = evaluated(8), evaluated(16)
+    second = 2 * both - first
+    assert 0 < second < 1 and abs(second - first) > 1e-3
