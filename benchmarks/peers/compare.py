@@ -2,7 +2,7 @@
 
     python benchmarks/peers/compare.py --torch PYTHON --keras PYTHON [--only gpt_1m/1 lstm/2] [--rounds 10]
 
-A cell is a model (models.py) on a number of devices. Each framework trains it in a process of its own that stays open;
+A cell is a model (models.py) on a number of devices. Each framework trains it in a separate process that stays open;
 all have the same initial parameters, rows and optimizer (AdamW in float32). First the losses of five steps are
 compared. Then each round runs one block of steps in each process, one process at a time, in an order that rotates; a
 ratio is of the two blocks of one round, spmdkit / peer. spmdkit runs the loop of `train` with its defaults; the others

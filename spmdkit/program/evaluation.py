@@ -122,21 +122,18 @@ class SetEvaluator:
         self._whole = NamedSharding(context.sharding.mesh, PartitionSpec())
         abstract_batch = feed.abstract()
         on_device = jax.eval_shape(to_device, abstract_state)
-        params = jax.eval_shape(params_of, on_device)
         number = jax.ShapeDtypeStruct((), jnp.int32)
 
         def of_batch(current: TrainState, batch: Batch, number: Any) -> dict[str, Metric]:
-            arguments = to_device(current), batch.examples, batch.mask, number
             fixed = evaluate(eval_fn, stateful), context, groups is not None, params_of, key_seed
             sums_of: Callable[..., dict[str, Metric]] = functools.partial(_sums_of, *fixed)
             if context.sharding.explicit:
                 shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
                 sums_of = functools.partial(_call_explicit, context, sums_of, shardings)
-            return sums_of(*arguments)
+            return sums_of(to_device(current), batch.examples, batch.mask, number)
 
         def trace() -> Any:
-            uncached = functools.partial(of_batch)  # JAX caches the trace of a function
-            make = jax.make_jaxpr(uncached, return_shape=True)
+            make = jax.make_jaxpr(functools.partial(of_batch), return_shape=True)  # JAX caches traces of a function
             return call_user(lambda: make(abstract_state, abstract_batch, number), self._what)
 
         def lowered() -> jax.stages.Lowered:
@@ -155,8 +152,8 @@ class SetEvaluator:
         self.row_usages: Sequence[Usage] = ()
         if task.eval_fn is not None and not context.sharding.explicit:
             masked = dataclasses.replace(context, mask=abstract_batch.mask)
-            examples = abstract_batch.examples
-            self.row_usages = evaluation_usages(masked, eval_fn, stateful, params, on_device.model_state, examples)
+            arguments = jax.eval_shape(params_of, on_device), on_device.model_state, abstract_batch.examples
+            self.row_usages = evaluation_usages(masked, eval_fn, stateful, *arguments)
         if _needs_mapped(context, traced[0][0], task):
             context = context.with_sharding(form="mapped").for_new_trace()
             traced = [trace()]

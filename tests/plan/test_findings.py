@@ -21,7 +21,14 @@ from spmdkit.foundation import plugins
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.compiled_step import read_program
 from spmdkit.plan.document import plan_program
-from spmdkit.plan.findings import allreduce_for_gather, exposed, padding, pointless_gather, unused_parameters
+from spmdkit.plan.findings import (
+    accumulation,
+    allreduce_for_gather,
+    exposed,
+    padding,
+    pointless_gather,
+    unused_parameters,
+)
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.jaxpr_lines import paths
 from spmdkit.plan.machine.target import parse_target
@@ -74,6 +81,20 @@ def test_a_good_program_has_no_findings(name):
     rules = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
     program = program_of(task(careful_loss, rules=rules), **GOOD[name])
     assert read_program(program, replace(parse_target("gpu:h100:8"), compiler="gpu")).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("op_name", "times"),
+    [
+        ("jit(f)/while/body/psum", 4),
+        ("jit(f)/while/body/transpose(jvp(loss))/while/body/psum", 4),
+        ("jit(f)/transpose(jvp(loss))/while/body/psum", 1),
+        ("jit(f)/unknown/while/body/psum", 2),
+    ],
+)
+def test_loops_inside_a_gradient_are_no_accumulation(op_name, times):
+    step = SimpleNamespace(scans={"jit(f)/while": 4, "jit(f)/transpose(jvp(loss))/while": 8})
+    assert accumulation._times(step, SimpleNamespace(op_name=op_name)) == times
 
 
 def test_a_shard_as_large_as_a_gradient_is_no_finding():
