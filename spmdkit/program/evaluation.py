@@ -114,8 +114,7 @@ class SetEvaluator:
     ):
         self._probe = probe_padding
         self._what = "eval_fn" if task.eval_fn else "loss_fn in evaluation"
-        stateful = abstract_state.model_state is not None
-        groups = context.sharding.state_groups
+        stateful, groups = abstract_state.model_state is not None, context.sharding.state_groups
         context = context.with_options(remat=None, remat_whole=False).with_sharding(microbatches=1, state_groups=None)
         context = context.for_new_trace()
         assert context.sharding.mesh is not None
@@ -128,13 +127,13 @@ class SetEvaluator:
             fixed = evaluate(eval_fn, stateful), context, groups is not None, params_of, key_seed
             sums_of: Callable[..., dict[str, Metric]] = functools.partial(_sums_of, *fixed)
             if context.sharding.explicit:
-                shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
-                sums_of = functools.partial(_call_explicit, context, sums_of, shardings)
+                placed = jax.tree.map(lambda x: x.sharding, abstract_state)
+                sums_of = functools.partial(_call_explicit, context, sums_of, placed)
             return sums_of(to_device(current), batch.examples, batch.mask, number)
 
         def trace() -> Any:
             make = jax.make_jaxpr(functools.partial(of_batch), return_shape=True)  # JAX caches traces of a function
-            return call_user(lambda: make(abstract_state, abstract_batch, number), self._what)
+            return call_user(functools.partial(make, abstract_state, abstract_batch, number), self._what)
 
         def lowered() -> jax.stages.Lowered:
             sums_of_batch = jaxprs.function_of(*(traced.pop() if traced else trace()))  # a trace holds constants
