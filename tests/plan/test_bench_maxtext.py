@@ -31,6 +31,17 @@ def test_the_page_is_that_of_the_results(compare):
     assert compare.page(compare.read_results(), compare.known()) == compare.PAGE.read_text()
 
 
+@pytest.mark.parametrize("chip", ["v5p", "v6e", "h100"])
+def test_saved_programs_give_the_committed_figures(compare, chip):
+    results, cells = compare.read_results(), compare.cells()
+    names = [name for name in compare.measured(results) if compare.has_goals(name) and name.startswith(chip)]
+    assert len(names) == (4 if chip == "h100" else 5)  # MaxText has no context parallelism on GPUs here
+    for name in names:
+        for side in compare.SIDES:
+            found = compare.saved_figures(name, side, cells[name])
+            assert found == {key: results[name][side][key] for key in found}
+
+
 def test_committed_ratios_above_the_limit_have_causes(compare):
     results = compare.read_results()
     assert compare.unexplained(results, compare.known()) == []
