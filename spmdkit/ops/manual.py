@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,7 +106,7 @@ def is_sharded(context: trace_context.Context, kernel: bool = False) -> bool:
     if context.in_manual or context.sharding.form == "manual" or context.sharding.mesh is None:
         return False
     if kernel:
-        return context.sharding.mesh.size > 1
+        return math.prod(context.sharding.sizes.values()) > 1  # all are one in a group of one device
     outer = (*context.sharding.data_axes, *context.mapped_axes)
     return any(context.sharding.size(a) > 1 for a in MODEL_AXES if a not in outer)
 

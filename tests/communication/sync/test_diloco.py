@@ -4,6 +4,7 @@ groups and back."""
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -17,11 +18,11 @@ from spmdkit.plan.document import plan_program
 from spmdkit.plan.machine.target import target_of
 from spmdkit.program.restore import restored
 from tests.support.core_hlo import collectives
-from tests.support.core_runs import assert_close, leaf_errors
+from tests.support.core_runs import assert_close, leaf_errors, program_of
 from tests.support.forms import slow_except
 from tests.support.messages import assert_parts, raises
-from tests.support.reducer_runs import bits
-from tests.support.sync_runs import MESHES, NESTEROV, diloco_by_hand, group, mean_of_groups, program, train
+from tests.support.reducer_runs import bits, task
+from tests.support.sync_runs import MESHES, NESTEROV, adam, diloco_by_hand, group, mean_of_groups, program, train
 
 ADAM = {"name": "adam", "learning_rate": 3e-3, "eps": 1e-3}
 
@@ -51,6 +52,18 @@ def test_it_is_a_loop_written_by_hand(mesh, optimizer):
 
 
 # ---- in few bytes
+
+
+def test_a_kernel_runs_in_a_group_of_one_device():
+    tanh = sk.manual(jnp.tanh, [("batch", None)], ("batch", None), kernel=True)
+
+    def loss_fn(params, batch, key):
+        error = tanh(batch["x"] @ params["up"]) @ params["down"] + params["bias"] - batch["y"]
+        return sk.mean((error**2).sum(-1), weights=batch["weight"])
+
+    settings = {"sync": {"diloco": {"every": 3}}, "batch_size": 16, "steps": 40}
+    with_kernel = program_of(task(adam(), num=64, loss_fn=loss_fn), **settings, **MESHES["data 4"])
+    assert_close(train(with_kernel, 4)[0].params, train(on_data(), 4)[0].params)
 
 
 def agreement(made):
