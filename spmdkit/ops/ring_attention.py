@@ -4,7 +4,8 @@
 
 In ring step s = 1 .. C-1 each device holds the keys and values of the device s positions before it, adds their
 contribution to its queries (online softmax in float32), and sends them to the next device at the same time. The
-backward pass runs a second ring from `out` and `lse`; the gradients of k and v follow k and v, in float32.
+backward pass runs a second ring from `out` and `lse`; the gradients of k and v follow k and v. They are added in
+float32 and sent in `precision.reduction`.
 
 In zig-zag order (context.py) the device with chunks i and 2C-1-i receives chunks j and 2C-1-j. For j < i both its
 chunks attend to chunk j; for j > i its later chunk attends to both. These are two full blocks of (T/2C)^2 out of four:
@@ -13,7 +14,7 @@ no branch, balanced work. Contiguous order takes about twice as long.
 Wire, per device and call, with |x| the bytes of a shard of x:
 
     forward    (C-1) (|k| + |v| + |ids|)
-    backward   (C-1) (|k| + |v| + |dk| + |dv| + |ids|)       dk and dv in float32; ids: int32, optional
+    backward   (C-1) (|k| + |v| + |dk| + |dv| + |ids|)       dk, dv in the dtype of reduction; ids optional
 
 When: sequences too long for one device, any number of heads. When not: fewer than about 10^3 tokens per device.
 Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023); Llama 3 (2024), section 3.3.2 (balanced order).
@@ -108,7 +109,7 @@ def backward(
 
     def step(carry: tuple[Keys, Pair, jax.Array], number: jax.Array) -> Any:
         passed, moving, dq = carry
-        following, arrived = _shift(passed), _shift(moving)
+        following, arrived = _shift(passed), _shift_gradients(moving)
         dq, new = add(dq, passed, number)
         return (following, jax.tree.map(jnp.add, arrived, new), dq), None
 
@@ -120,15 +121,21 @@ def backward(
     if num > 3:
         (passed, moving, dq), _ = lax.scan(step, (passed, moving, dq), jnp.arange(2, num - 1))
     if num > 2:
-        arrived = _shift(moving)
+        arrived = _shift_gradients(moving)
         dq, new = add(dq, passed, num - 1)
         moving = jax.tree.map(jnp.add, arrived, new)
-    home_k, home_v = _shift(moving)
+    home_k, home_v = _shift_gradients(moving)
     return dq, dk + home_k, dv + home_v
 
 
 def _shift(tree: Any) -> Any:
     return jax.tree.map(lambda x: ring_shift(x, "sequence"), tree)
+
+
+def _shift_gradients(grads: Pair) -> Pair:
+    dtype = trace_context.current().options.reduction_dtype or jnp.float32
+    k, v = (ring_shift(x.astype(dtype), "sequence").astype(jnp.float32) for x in grads)
+    return k, v
 
 
 def _float32(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

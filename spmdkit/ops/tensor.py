@@ -117,12 +117,12 @@ def column_row_parallel(
 
 
 def in_row_parts(layer: Callable[..., Any], rows: Any, tokens: int) -> Any:
-    """Returns `layer(rows)`, trees of [B, ...], in up to `MOST_PARTS` parts of B on GPUs with a tensor axis: so the
-    collectives of one part run while others compute. Bytes on the wire do not change.
+    """Returns `layer(rows)`, trees of [B, ...]. On TPUs and GPUs with a tensor axis it is computed in up to `MOST_PARTS`
+    parts of B, so that the collectives of one part run while others compute. Bytes on the wire do not change.
 
-    Four layers of a 7B GPT on 8 H100, data 2 x tensor 4, batch 16 x 4,096, predicted by `plan --target gpu:h100:8`: a
-    step of 159.6 ms in one part, 18.6 ms of it exposed over tensor, and of 147.4 ms in four, 3.8 ms exposed
-    (2026-11-27).
+    A 7B GPT on data 2 x tensor 4, batch 16 x 4,096, predicted by `plan` (2026-11-27). Eight v5p: a step of 1,665 ms in
+    one part, 328 ms of it exposed; 1,514 and 181 ms in two; 1,493 and 134 ms in four. Eight H100, four layers: 159.6 ms
+    in one part, 18.6 ms of it exposed over tensor; 147.4 and 3.8 ms in four.
 
     Args:
         layer: treats each row separately. Gradients of what it closes over are added up over the parts, in their dtype.
@@ -132,7 +132,8 @@ def in_row_parts(layer: Callable[..., Any], rows: Any, tokens: int) -> Any:
     """
     num = len(jax.tree.leaves(rows)[0])
     fits: Callable[[int], bool] = lambda parts: num % parts == 0 and num // parts * tokens >= PART_TOKENS
-    parts = next((n for n in range(MOST_PARTS, 1, -1) if fits(n)), 1) if _on_gpus_with_tensor() else 1
+    overlaps = _has_tensor() and trace_context.current().platform != "cpu"
+    parts = next((n for n in range(MOST_PARTS, 1, -1) if fits(n)), 1) if overlaps else 1
     if parts == 1:
         return layer(rows)
     part: Callable[[int], Any] = lambda i: jax.tree.map(lambda x: x[i * num // parts : (i + 1) * num // parts], rows)
@@ -149,14 +150,13 @@ def product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
     On CPU a float32 weight with more rows than columns is transposed behind a barrier, so that its gradient is computed
     transposed: x[4096, 512]^T y[4096, 128] takes 9.8 ms, its transpose 5.3 ms (one core, jaxlib 0.10.2, 2026-11-25)."""
     x_dims, w_dims = x.shape[: x.ndim - contracted], w.shape[contracted:]
-    if len(x_dims) == 2 and _on_gpus_with_tensor():
+    if len(x_dims) == 2 and _has_tensor() and trace_context.current().platform in GPUS:
         return _rows_product(x.swapaxes(0, 1), w, x_dims[::-1], w_dims).swapaxes(0, 1)
     return _rows_product(x, w, x_dims, w_dims)
 
 
-def _on_gpus_with_tensor() -> bool:
-    context = trace_context.current()
-    return context.sharding.size("tensor") > 1 and context.platform in GPUS
+def _has_tensor() -> bool:
+    return trace_context.current().sharding.size("tensor") > 1
 
 
 def _rows_product(x: jax.Array, w: jax.Array, x_dims: tuple[int, ...], w_dims: tuple[int, ...]) -> jax.Array:

@@ -2,6 +2,7 @@
 much."""
 
 import dataclasses
+import re
 
 import jax
 import jax.extend
@@ -67,6 +68,15 @@ def test_the_ring_passes_keys_values_and_their_gradients(segments, asked):
     forward, backward = passes(*attend(segments), **asked)
     assert forward == {("collective_permute", "context"): turns * (kv + ids)}
     assert backward == {("collective_permute", "context"): turns * (kv + kv + ids)}
+
+
+@pytest.mark.parametrize("dtype, sent", [(None, {"f32"}), (jnp.bfloat16, {"f32", "bf16"})])
+def test_gradients_in_the_ring_have_the_dtype_of_reduction(dtype, sent):
+    op, args = attend(False)
+    with trace_context.tracing(step(context=4, reduction_dtype=dtype)):
+        gradient = jax.jit(jax.grad(lambda *qkv: op(*qkv).sum(), (0, 1, 2)))
+        text = gradient.lower(*(jnp.ones(shape) for shape, _ in args)).as_text()
+    assert set(re.findall(r"collective_permute.*x(\w+)>\n", text)) == sent
 
 
 @pytest.mark.parametrize(

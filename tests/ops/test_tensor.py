@@ -172,9 +172,18 @@ def test_rows_on_gpus_have_the_order_of_collectives(monkeypatch, mesh, order):
     np.testing.assert_allclose(found, np.einsum("BTNH,NHD->BTD", x, w), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(T, 8), (tensor.PART_TOKENS // 4, 4), (2 * tensor.PART_TOKENS, 2)])
-def test_rows_on_gpus_are_computed_in_parts(monkeypatch, tokens, rows):
-    monkeypatch.setattr(trace_context.Context, "platform", "gpu")
+@pytest.mark.parametrize(
+    ("platform", "tokens", "rows"),
+    [
+        ("gpu", T, 8),
+        ("gpu", tensor.PART_TOKENS // 4, 4),
+        ("gpu", 2 * tensor.PART_TOKENS, 2),
+        ("tpu", 2 * tensor.PART_TOKENS, 2),
+        ("cpu", 2 * tensor.PART_TOKENS, 8),
+    ],
+)
+def test_rows_on_accelerators_are_computed_in_parts(monkeypatch, platform, tokens, rows):
+    monkeypatch.setattr(trace_context.Context, "platform", platform)
     random = np.random.default_rng(0)
     x, w = random.normal(size=(8, T, D)).astype(np.float32), random.normal(size=(D, D)).astype(np.float32)
     found = set()

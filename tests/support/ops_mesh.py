@@ -17,7 +17,7 @@ residuals, so the formulas count both. jax 0.10 merges them if no operation is i
 programs."""
 
 
-def step(attention=None, devices=None, **asked):
+def step(attention=None, devices=None, reduction_dtype=None, **asked):
     """Returns the record of a step on a mesh, as installed by the program."""
     num = math.prod(asked.values())
     sizes = mesh.resolve(asked, num)
@@ -26,7 +26,9 @@ def step(attention=None, devices=None, **asked):
             mesh=mesh.make_mesh(sizes, (devices or jax.devices())[:num]), sizes=sizes, inner_axes=("fsdp", "expert")
         ),
         options=trace_context.StepOptions(
-            logical_axes=layout.logical_axes({}), attention=attention or trace_context.AttentionSettings()
+            logical_axes=layout.logical_axes({}),
+            attention=attention or trace_context.AttentionSettings(),
+            reduction_dtype=reduction_dtype,
         ),
     )
 
