@@ -117,8 +117,8 @@ def column_row_parallel(
 
 
 def in_row_parts(layer: Callable[..., Any], rows: Any, tokens: int) -> Any:
-    """Returns `layer(rows)`, trees of [B, ...]. On TPUs and GPUs with a tensor axis it is computed in up to `MOST_PARTS`
-    parts of B, so that the collectives of one part run while others compute. Bytes on the wire do not change.
+    """Returns `layer(rows)`, trees of [B, ...]. On TPUs and GPUs with a tensor axis, it is computed in up to
+    `MOST_PARTS` parts of B: the collectives of one part run while others compute. Bytes on the wire do not change.
 
     A 7B GPT on data 2 x tensor 4, batch 16 x 4,096, predicted by `plan` (2026-11-27). Eight v5p: a step of 1,665 ms in
     one part, 328 ms of it exposed; 1,514 and 181 ms in two; 1,493 and 134 ms in four. Eight H100, four layers: 159.6 ms
