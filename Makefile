@@ -1,5 +1,5 @@
 # make demo | test | quick | extras | slurm | mpirun | ray | network | engines | thorough | verify | tpu | reference |
-# plan-published | bench-maxtext | bench-peers | lint | fuzz | soak | bench | bench-scale | versions-matrix | constraints.
+# plan-published | bench-maxtext | bench-peers | gpu | lint | fuzz | soak | bench | bench-scale | versions-matrix | constraints.
 # Targets run in .venv, which is created from constraints.txt on first use. Targets that need a package of more than 100
 # MB (the TPU compiler) run in .venv-extras.
 
@@ -17,7 +17,7 @@ BOUND := timeout -s KILL
 # Bytecode halves the time of importing the sources and the tests, in each worker and each process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference plan-published bench-maxtext bench-peers lint types fuzz soak bench bench-scale constraints versions versions-matrix browser clean
+.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference plan-published bench-maxtext bench-peers gpu lint types fuzz soak bench bench-scale constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -103,6 +103,11 @@ bench-maxtext: $(MAXTEXT)/.done $(VENV)/.test
 bench-peers: $(PEERS)/.done $(EXTRAS)/.test $(VENV)/.test
 	$(BIN)/python benchmarks/peers/compare.py --torch $(EXTRAS)/bin/python --keras $(PEERS)/bin/python \
 		--rounds $(or $(ROUNDS),10) $(if $(ONLY),--only $(ONLY))
+
+# The train step on one GPU: tests, plan, MFU and torch.compile (benchmarks/gpu.py). Needs no network; at most eight
+# minutes, and the next call continues. PYTHON has the packages that benchmarks/README.md lists.
+gpu:
+	$(BOUND) 540 $(PYTHON) benchmarks/gpu.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --quiet .

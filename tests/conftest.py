@@ -16,7 +16,7 @@ MEMORY, MEMORY_BYTES = "/dev/shm", 4 << 30
 if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > MEMORY_BYTES:
     os.environ["TMPDIR"] = MEMORY  # a file that is synced and removed takes 8 ms on a virtual disk
     tempfile.tempdir = None  # has been read
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = os.environ.get("SPMDKIT_TEST_PLATFORMS", "cpu")  # benchmarks/gpu.py: cuda,cpu
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("NPROC", str(4 * 8 + (os.cpu_count() or 1)))  # see spmdkit/cluster/join.py
 if QUICK_XLA:  # read once, when jax is imported, by this process and those it starts

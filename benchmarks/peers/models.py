@@ -34,6 +34,20 @@ class Model(NamedTuple):
     width: int = 0
     layers: int = 0
     context: int = 0
+    vocab: int = VOCAB
+    head_width: int = HEAD_WIDTH
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the products of a step of a GPT: 6 for each parameter except `embed` and token, and 6 L T D for each
+        token for causal attention, without what the mask excludes (Kaplan et al., 2020, section 2.1)."""
+        of_layers = self.layers * (12 * self.width**2 + self.context * self.width)
+        return 6 * self.tokens * (of_layers + self.width * self.vocab)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch * self.context
 
 
 MODELS = {
@@ -42,6 +56,13 @@ MODELS = {
     "resnet": Model("resnet", batch=64, steps=8),
     "lstm": Model("lstm", batch=32, steps=8, width=256, context=64),
 }
+GPU_MODELS = {
+    "gpt_tiny": Model("gpt", batch=2, steps=1, width=64, layers=2, context=16),
+    "gpt_124m": Model("gpt", batch=32, steps=20, width=768, layers=12, context=1024, vocab=50304, head_width=64),
+    "gpt_350m": Model("gpt", batch=16, steps=15, width=1024, layers=24, context=1024, vocab=50304, head_width=64),
+    "gpt_1300m": Model("gpt", batch=16, steps=8, width=2048, layers=24, context=1024, vocab=50304, head_width=128),
+}
+"""The models of benchmarks/gpu.py, in bfloat16 with float32 parameters; gpt_tiny is for a machine without a GPU."""
 
 
 def parameters(model: Model) -> dict[str, np.ndarray]:
@@ -64,7 +85,7 @@ def parameters(model: Model) -> dict[str, np.ndarray]:
             "head": normal(D, VOCAB, fan_in=D),
         }
     if model.kind == "gpt":
-        found = {"embed": normal(VOCAB, D, fan_in=1)}
+        found = {"embed": normal(model.vocab, D, fan_in=1)}
         for i in range(model.layers):
             found[f"{i}.attention_norm"] = ones(D)
             found |= {f"{i}.{name}": normal(D, D, fan_in=D) for name in ("query", "key", "value")}
@@ -72,7 +93,7 @@ def parameters(model: Model) -> dict[str, np.ndarray]:
             found[f"{i}.mlp_norm"] = ones(D)
             found[f"{i}.up"] = normal(D, 4 * D, fan_in=D)
             found[f"{i}.down"] = normal(4 * D, D, fan_in=8 * D * model.layers)
-        return found | {"norm": ones(D), "head": normal(D, VOCAB, fan_in=D)}
+        return found | {"norm": ones(D), "head": normal(D, model.vocab, fan_in=D)}
     found, last = {"stem": normal(3, 3, 3, STAGES[0], fan_in=27)}, STAGES[0]
     for i, C in enumerate(STAGES):
         found[f"{i}.project"] = normal(1, 1, last, C, fan_in=last)
@@ -89,12 +110,12 @@ def rows(model: Model) -> tuple[np.ndarray, np.ndarray]:
     if model.kind == "resnet":
         images = rng.standard_normal((model.batch, IMAGE, IMAGE, 3)).astype(np.float32)
         return images, rng.integers(0, CLASSES, model.batch).astype(np.int32)
-    tokens = rng.integers(0, VOCAB, (model.batch, model.context + 1)).astype(np.int32)
+    tokens = rng.integers(0, model.vocab, (model.batch, model.context + 1)).astype(np.int32)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def rotary_angles(model: Model) -> np.ndarray:
-    """Returns float32[T, 16], the angle of each pair of channels at each position."""
-    half = HEAD_WIDTH // 2
+    """Returns float32[T, head_width / 2], the angle of each pair of channels at each position."""
+    half = model.head_width // 2
     frequencies = 10_000.0 ** (-np.arange(half, dtype=np.float32) / half)
     return np.arange(model.context, dtype=np.float32)[:, None] * frequencies.astype(np.float32)

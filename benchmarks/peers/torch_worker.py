@@ -1,4 +1,5 @@
-"""PyTorch: `eager`, `compile`, and DistributedDataParallel over processes with gloo (`ddp`, `ddp-compile`).
+"""PyTorch: `eager`, `compile`, DistributedDataParallel over processes with gloo (`ddp`, `ddp-compile`), and on the GPU
+of the machine, otherwise its CPU, under bfloat16 autocast with float32 parameters (`gpu-compile`).
 
 python torch_worker.py MODEL NUM_DEVICES MODE
 """
@@ -20,8 +21,8 @@ from models import (
     CLASSES,
     DECAY,
     EPS,
+    GPU_MODELS,
     GROUPS,
-    HEAD_WIDTH,
     LEARNING_RATE,
     MODELS,
     STAGES,
@@ -54,15 +55,17 @@ class Block(nn.Module):
         for name in ("query", "key", "value", "out", "up", "down"):
             setattr(self, name, linear(w[name]))
         angles = torch.tensor(rotary_angles(model))
+        self.head_width = model.head_width
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(*x.shape[:2], -1, HEAD_WIDTH).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)
 
     def rotary(self, x: torch.Tensor) -> torch.Tensor:
         a, b = x.chunk(2, -1)
-        return torch.cat([a * self.cos - b * self.sin, a * self.sin + b * self.cos], -1)
+        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.attention_norm(x)
@@ -78,10 +81,10 @@ class GPT(nn.Module):
         self.embed = nn.Embedding.from_pretrained(torch.tensor(w["embed"]), freeze=False)
         of_layer = lambda i: {k.removeprefix(f"{i}."): v for k, v in w.items() if k.startswith(f"{i}.")}
         self.blocks = nn.Sequential(*(Block(of_layer(i), model) for i in range(model.layers)))
-        self.norm, self.head = scale(w["norm"]), linear(w["head"])
+        self.norm, self.head, self.vocab = scale(w["norm"]), linear(w["head"]), model.vocab
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.embed(x)))).view(-1, VOCAB)
+        return self.head(self.norm(self.blocks(self.embed(x)))).view(-1, self.vocab)
 
 
 class LSTM(nn.Module):
@@ -131,7 +134,10 @@ class Loop:
 
     def __init__(self, model: Model, mode: str, rank: int, num: int):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num))
-        module = net = KINDS[model.kind](parameters(model), model)
+        is_gpu_mode = mode.startswith("gpu")
+        self.device = torch.device("cuda" if is_gpu_mode and torch.cuda.is_available() else "cpu")
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=is_gpu_mode)
+        module = net = KINDS[model.kind](parameters(model), model).to(self.device)
         if num > 1:
             module = DistributedDataParallel(module)
         if mode.endswith("compile"):
@@ -140,18 +146,19 @@ class Loop:
         self.optimizer = torch.optim.AdamW(
             trained, LEARNING_RATE, betas=(0.9, B2), weight_decay=DECAY, eps=EPS, fused=True
         )
-        x, y = (torch.tensor(a)[rank::num] for a in rows(model))
+        x, y = (torch.tensor(a)[rank::num].to(self.device) for a in rows(model))
         self.x, self.y = (x.permute(0, 3, 1, 2).contiguous() if x.ndim == 4 else x), y.long()
         self.module, self.step, self.num = module, 0, num
-        self.random = torch.Generator().manual_seed(rank)
+        self.random = torch.Generator(self.device).manual_seed(rank)
 
     def run(self, steps: int, log_every: int = LOG_EVERY) -> list[float]:
         """Trains `steps` steps; returns the losses that it reads."""
         found = []
         for _ in range(steps):
-            order = torch.randperm(len(self.x), generator=self.random)
+            order = torch.randperm(len(self.x), generator=self.random, device=self.device)
             x, y = self.x[order], self.y[order]
-            loss = F.cross_entropy(self.module(x), y.view(-1))
+            with self.autocast:
+                loss = F.cross_entropy(self.module(x), y.view(-1))
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -161,6 +168,8 @@ class Loop:
                 if self.num > 1:
                     dist.all_reduce(loss)
                 found.append(float(loss) / self.num)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         return found
 
 
@@ -180,7 +189,7 @@ def join(rank: int, num: int, port: int) -> None:
 
 def main() -> None:
     """Serves the loop of the model, mode and number of processes on the command line."""
-    model, num, mode = MODELS[sys.argv[1]], int(sys.argv[2]), sys.argv[3]
+    model, num, mode = (MODELS | GPU_MODELS)[sys.argv[1]], int(sys.argv[2]), sys.argv[3]
     pipes: list[Any] = []
     if num > 1:
         with socket.socket() as free:
@@ -202,7 +211,9 @@ def main() -> None:
             pipe.recv()
         return found
 
-    serve(run(CHECKED_STEPS, 1), run, ["torch"])
+    losses = run(CHECKED_STEPS, 1)
+    peak = torch.cuda.max_memory_allocated() if loop.device.type == "cuda" else None
+    serve(losses, run, ["torch"], peak_bytes=peak)
 
 
 if __name__ == "__main__":
