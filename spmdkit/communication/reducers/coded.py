@@ -107,7 +107,7 @@ def coded_sum(
     compensated = compensated.reshape(over.num, -1)
     length = compensated.shape[1]
     to_owner = code.encode(compensated.astype(jnp.float32))
-    part = code.decode([lax.all_to_all(x, over.axes, 0, 0, tiled=True) for x in to_owner], length).sum(0)
+    part = code.decode([_exchange(x, over) for x in to_owner], length).sum(0)
     to_all = code.encode(part)
     total = code.decode([gather_parts(x, over.axes).reshape(over.num, -1) for x in to_all], length).reshape(-1)
     if not has_error:
@@ -116,6 +116,13 @@ def coded_sum(
     owner_error = _place_owned_part(part - code.decode(to_all, length), over).astype(compensated.dtype)
     errors = unflatten((local_error + owner_error).reshape(-1), leaves, jnp.float32)
     return unflatten(total, leaves), [{"error": error} for error in errors]
+
+
+def _exchange(rows: jax.Array, over: ReduceGroup) -> jax.Array:
+    """Returns the rows [replicas, bytes] that all replicas have for this one. With lanes of 128 bytes the TPU compiler
+    (libtpu 0.0.42) takes 0.4 s for an all_to_all of 4 MB, without them 17 s, and more than linearly for more."""
+    received = lax.all_to_all(rows.reshape(over.num, -1, 128), over.axes, 0, 0, tiled=True)
+    return received.reshape(rows.shape)
 
 
 def _place_owned_part(part: jax.Array, over: ReduceGroup) -> jax.Array:
