@@ -338,8 +338,8 @@ one reader, that of `plan`. No step runs: times are predicted by a walk through 
 - *main memory*: bytes that instructions read and write. *communication*: bytes that a device sends. *exposed*: time in
   which the device waits for communication; `small`: below {small} of the step in both. *time*: of the step.
 - The limit of each ratio is {limit}. The cells of `7b` and `8x1b` on {chips}, except for `pipeline-1f1b`, have lower
-  limits: {goals}. Ratios above their limit are bold, with their cause. `make bench-maxtext` fails if such a ratio has no
-  known cause.
+  limits: {goals}.
+- Ratios above their limit are bold, with their cause. `make bench-maxtext` fails if such a ratio has no known cause.
 
 Measured {dates}. The command continues where it was interrupted. `make bench-maxtext ONLY=v5p/fsdp`
 measures the cells with that prefix, `AGAIN=--again` compiles spmdkit's step again.
