@@ -172,6 +172,15 @@ def test_rows_on_gpus_have_the_order_of_collectives(monkeypatch, mesh, order):
     np.testing.assert_allclose(found, np.einsum("BTNH,NHD->BTD", x, w), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("platform", "reshapes"), [("tpu", False), ("cpu", True)])
+def test_products_on_tpus_have_all_dims(monkeypatch, platform, reshapes):
+    monkeypatch.setattr(trace_context.Context, "platform", platform)
+    random = np.random.default_rng(0)
+    x, w = random.normal(size=(2, T, N, H)), random.normal(size=(N, H, D))
+    assert ("reshape" in str(jax.make_jaxpr(functools.partial(tensor.product, contracted=2))(x, w))) == reshapes
+    np.testing.assert_allclose(tensor.product(x, w, 2), np.einsum("BTNH,NHD->BTD", x, w), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("platform", "tokens", "rows"),
     [

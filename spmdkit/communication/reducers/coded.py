@@ -121,7 +121,7 @@ def coded_sum(
 def _exchange(rows: jax.Array, over: ReduceGroup) -> jax.Array:
     """Returns the rows [replicas, bytes] that all replicas have for this one. With lanes of 128 bytes the TPU compiler
     (libtpu 0.0.42) takes 0.4 s for an all_to_all of 4 MB, without them 17 s, and more than linearly for more."""
-    received = lax.all_to_all(rows.reshape(over.num, -1, 128), over.axes, 0, 0, tiled=True)
+    received: jax.Array = lax.all_to_all(rows.reshape(over.num, -1, 128), over.axes, 0, 0, tiled=True)
     return received.reshape(rows.shape)
 
 
