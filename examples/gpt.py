@@ -167,6 +167,8 @@ BLOCK_DIMS: dict[str, tuple[str | None, ...]] = {
     "expert_down": ("expert", "mlp", "embed"),
 }
 """Weight of a block -> logical name of each dim. Norm scales are small and replicated."""
+DENSE = ("query", "key", "value", "out", "gate", "up", "down")
+"""Weights with products in float8 under `precision: {matmul: float8}`."""
 
 
 def rules(shape: Shape) -> list[tuple[str, list[str | None]]]:
@@ -211,7 +213,8 @@ def init_block(key: jax.Array, shape: Shape) -> Params:
     weights[prefix + "down"] = _normal(keys[5], (*experts, F, D), F * 2 * L)
     if shape.gated:
         weights[prefix + "gate"] = _normal(jax.random.fold_in(keys[4], 1), (*experts, D, F), D)
-    return weights
+    products = {name: w for name, w in weights.items() if name in DENSE}
+    return weights | sk.float8_histories(products)
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
@@ -305,7 +308,7 @@ def block(state: State, weights: Params, keys_B: jax.Array | None, options: Opti
         keys_B: random keys of this layer, one per example, for dropout; None: no dropout.
     """
     state_dims = {name: STREAM if name == "x" else ("batch",) for name in state}
-    dims = [state_dims, {name: BLOCK_DIMS[name] for name in weights}, ("batch",)]
+    dims = [state_dims, {name: BLOCK_DIMS.get(name, ()) for name in weights}, ("batch",)]
     part = sk.manual(functools.partial(block_part, options=options), in_dims=dims, out_dims=state_dims)
     return part(state, weights, keys_B)
 
@@ -317,8 +320,7 @@ def block_part(state: State, weights: Params, keys_B: jax.Array | None, *, optio
     over fsdp; attention and experts: see `sk.attention` and `sk.moe`.
     """
     x_BTD = state["x"]
-    is_dense = lambda name: name != "router" and "expert" not in BLOCK_DIMS[name]
-    weights = {name: _whole(w, BLOCK_DIMS[name], x_BTD) if is_dense(name) else w for name, w in weights.items()}
+    weights = weights | {name: _whole(weights[name], BLOCK_DIMS[name], x_BTD) for name in DENSE if name in weights}
     positions_T = sk.context_positions(x_BTD.shape[1] * axis_size("norm_sequence"))
     layer = lambda rows: branches(*rows, weights, positions_T, options)
     if "router" in weights:  # `sk.moe` gathers the experts' weights itself: once, not for each part
@@ -352,10 +354,15 @@ def _whole(w: jax.Array, dims: tuple[str | None, ...], x: jax.Array) -> jax.Arra
 def attention(x_BTD: jax.Array, weights: Params, positions_T: jax.Array | np.ndarray) -> jax.Array:
     """Returns causal self-attention with rotary positions over this device's heads, [B, T, D], not yet summed over
     heads."""
-    projected = lambda name: checkpoint_name(product(x_BTD, weights[name]), f"{name}_proj")
+    projected = lambda name: checkpoint_name(weighted(x_BTD, weights, name), f"{name}_proj")
     q_BTNH, k_BTKH, v_BTKH = (projected(name) for name in ("query", "key", "value"))
     mixed_BTNH = sk.attention(rotary(q_BTNH, positions_T), rotary(k_BTKH, positions_T), v_BTKH)
-    return product(mixed_BTNH, weights["out"], contracted=2)
+    return weighted(mixed_BTNH, weights, "out", contracted=2)
+
+
+def weighted(x: jax.Array, weights: Params, name: str, contracted: int = 1) -> jax.Array:
+    """Returns the product of `x` and a weight, in float8 if the weight has a history."""
+    return product(x, weights[name], contracted, weights.get("float8", {}).get(name))
 
 
 def mixture(
@@ -391,12 +398,12 @@ def mlp(x_BTD: jax.Array, weights: Params) -> jax.Array:
 
     Its products are named for `remat: {save: [hidden]}` or `{offload: [hidden]}`.
     """
-    h_BTF = checkpoint_name(product(x_BTD, weights["up"]), "hidden")
+    h_BTF = checkpoint_name(weighted(x_BTD, weights, "up"), "hidden")
     if "gate" in weights:
-        h_BTF = jax.nn.silu(checkpoint_name(product(x_BTD, weights["gate"]), "hidden")) * h_BTF
+        h_BTF = jax.nn.silu(checkpoint_name(weighted(x_BTD, weights, "gate"), "hidden")) * h_BTF
     else:
         h_BTF = jnp.square(jax.nn.relu(h_BTF))
-    return product(h_BTF, weights["down"])
+    return weighted(h_BTF, weights, "down")
 
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:

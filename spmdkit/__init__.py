@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         context_positions as context_positions,
         context_restore as context_restore,
     )
+    from spmdkit.ops.float8 import float8_histories as float8_histories
     from spmdkit.ops.manual import manual as manual
     from spmdkit.ops.moe import moe as moe
     from spmdkit.ops.pipeline import pipeline as pipeline
@@ -106,6 +107,7 @@ _NAMES = {
     "metrics.trackers.base": "Tracker",
     "ops.attention": "attention",
     "ops.context": "context_order context_positions context_restore",
+    "ops.float8": "float8_histories",
     "ops.manual": "manual",
     "ops.moe": "moe",
     "ops.pipeline": "pipeline",

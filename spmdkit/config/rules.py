@@ -379,6 +379,12 @@ def _combinations(config: Settings) -> Iterator[Problem]:
         text = f"is stochastic, and sync: {sync} also changes parameters outside of the step, rounded to nearest"
         repair = "These averages and sums would lose the small updates again. Use sync: every_step, or params: float32."
         yield Problem(("precision", "rounding"), f"{text}. {repair}")
+    if config.precision.matmul == "float8" and (
+        config.mesh.pipeline is not None or sync not in ("every_step", "stale")
+    ):
+        what = f"sync: {sync}" if config.mesh.pipeline is None else "mesh.pipeline"
+        text = f"is float8, and {what} adds or averages the magnitudes that scale these products, which are maxima"
+        yield Problem(("precision", "matmul"), f"{text}. Remove one of the two.")
     if config.eval.params == "ema" and config.ema is None:
         text = "is ema, and there is no average of parameters. Try ema: 0.999, or params: params."
         yield Problem(("eval", "params"), text)

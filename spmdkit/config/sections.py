@@ -78,6 +78,9 @@ class Precision(Section):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How a bfloat16 parameter plus its update is rounded: nearest loses an update below 1/512 of the parameter;
     stochastic rounds up or down at random, so that updates are kept on average. Needs params: bfloat16."""
+    matmul: Literal["compute", "float8"] = "compute"
+    """Format of the products of weights: float8 multiplies e4m3 (gradients: e5m2) with delayed scaling, in tasks with
+    `sk.float8_histories`, such as examples/gpt.py. Not with mesh.pipeline."""
     inputs: fields.Inputs | None = None
     """Floating-point arrays of a batch: compute casts all of them to the compute dtype, given casts none, a list casts
     those with a path that matches a pattern in it. null: as compute, and train lists the rounded arrays."""

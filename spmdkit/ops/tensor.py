@@ -39,6 +39,7 @@ from jax import lax
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.ops.collectives import Names, all_gather, all_reduce, axes, reduce_scatter
+from spmdkit.ops.float8 import float8_product
 from spmdkit.ops.manual import Dims, manual
 from spmdkit.step import trace_context
 
@@ -132,7 +133,9 @@ def in_row_parts(layer: Callable[..., Any], rows: Any, tokens: int) -> Any:
     """
     num = len(jax.tree.leaves(rows)[0])
     fits: Callable[[int], bool] = lambda parts: num % parts == 0 and num // parts * tokens >= PART_TOKENS
-    overlaps = _has_tensor() and trace_context.current().platform != "cpu"
+    context = trace_context.current()
+    # The gradients of float8 histories are maxima, and the parts would add them up.
+    overlaps = _has_tensor() and context.platform != "cpu" and not context.options.float8
     parts = next((n for n in range(MOST_PARTS, 1, -1) if fits(n)), 1) if overlaps else 1
     if parts == 1:
         return layer(rows)
@@ -140,7 +143,7 @@ def in_row_parts(layer: Callable[..., Any], rows: Any, tokens: int) -> Any:
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *(layer(part(i)) for i in range(parts)))
 
 
-def product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
+def product(x: jax.Array, w: jax.Array, contracted: int = 1, history: jax.Array | None = None) -> jax.Array:
     """Returns the product over the last `contracted` dims of `x` and the first of `w`, as one 2-D x 2-D product: on
     XLA's CPU backend 1.5 times as fast as 3-D x 2-D (2 cores, 2026-11-20), on GPUs equally fast.
 
@@ -152,22 +155,28 @@ def product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
     first in memory, and the order [B, T] costs a copy at each of them.
 
     On CPU a float32 weight with more rows than columns is transposed behind a barrier, so that its gradient is computed
-    transposed: x[4096, 512]^T y[4096, 128] takes 9.8 ms, its transpose 5.3 ms (one core, jaxlib 0.10.2, 2026-11-25)."""
+    transposed: x[4096, 512]^T y[4096, 128] takes 9.8 ms, its transpose 5.3 ms (one core, jaxlib 0.10.2, 2026-11-25).
+
+    With the `history` of `sk.float8_histories` the product is computed in float8."""
     platform = trace_context.current().platform
-    if platform == "tpu":
+    if platform == "tpu" and history is None:
         return jnp.tensordot(x, w, contracted)
     x_dims, w_dims = x.shape[: x.ndim - contracted], w.shape[contracted:]
     if len(x_dims) == 2 and _has_tensor() and platform in GPUS:
-        return _rows_product(x.swapaxes(0, 1), w, x_dims[::-1], w_dims).swapaxes(0, 1)
-    return _rows_product(x, w, x_dims, w_dims)
+        return _rows_product(x.swapaxes(0, 1), w, x_dims[::-1], w_dims, history).swapaxes(0, 1)
+    return _rows_product(x, w, x_dims, w_dims, history)
 
 
 def _has_tensor() -> bool:
     return trace_context.current().sharding.size("tensor") > 1
 
 
-def _rows_product(x: jax.Array, w: jax.Array, x_dims: tuple[int, ...], w_dims: tuple[int, ...]) -> jax.Array:
+def _rows_product(
+    x: jax.Array, w: jax.Array, x_dims: tuple[int, ...], w_dims: tuple[int, ...], history: jax.Array | None
+) -> jax.Array:
     x, w = x.reshape(math.prod(x_dims), -1), w.reshape(-1, math.prod(w_dims))
+    if history is not None:
+        return float8_product(x, w, history).reshape(*x_dims, *w_dims)
     is_tall = len(x) >= w.shape[0] > w.shape[1]
     if is_tall and w.dtype == jnp.float32 and trace_context.current().platform == "cpu":
         w = lax.optimization_barrier(w.T).T

@@ -35,6 +35,7 @@ from spmdkit.mesh.annotations import (
 )
 from spmdkit.mesh.layout import logical_axes
 from spmdkit.mesh.mesh import make_mesh, resolve
+from spmdkit.ops import float8
 from spmdkit.program import parameter_groups
 from spmdkit.program.task import Task, check_arity
 from spmdkit.step import trace_context
@@ -113,7 +114,9 @@ def _traced(init: Callable[[jax.Array], Any], config: Config, mesh: Mesh | None)
     choices: list[Rules] = [user] if user else [tuple(table.items()), ()]
     choices = choices if "flax" in sys.modules else [()]
     for rules in choices:
-        context = trace_context.Context(sharding, trace_context.StepOptions(logical_axes=table, flax_rules=rules))
+        float8 = config.precision.matmul == "float8"
+        options = trace_context.StepOptions(float8=float8, logical_axes=table, flax_rules=rules)
+        context = trace_context.Context(sharding, options)
 
         def traced(key: jax.Array, context: trace_context.Context = context) -> Any:
             with trace_context.tracing(context):
@@ -219,6 +222,7 @@ def abstract_init(task: Task, config: Config, mesh: Mesh | None = None) -> Abstr
     (shapes, dtypes), context = _traced(init, config, mesh)
     if not jax.tree.leaves(shapes.params):
         raise ConfigError("init returned no arrays. The parameters are a pytree with at least one array.")
+    _check_histories(config, shapes.params)
     for path, dtype in dtypes.of_leaves:
         which, _, name = path.partition("/")
         if which == "params":
@@ -235,6 +239,18 @@ def abstract_init(task: Task, config: Config, mesh: Mesh | None = None) -> Abstr
     annotations = Annotations(_rules_of(context, config), {path: spec for path, spec in constrained if spec})
     notes = _cast_notes(dict(dtypes.of_leaves), stored, config)
     return AbstractInit(init_as_stored, stored.params, stored.state, annotations, notes)
+
+
+def _check_histories(config: Config, params: Any) -> None:
+    """Raises ConfigError if products in float8 are configured and no parameter is a history."""
+    if config.precision.matmul == "float8" and not any(
+        re.fullmatch(float8.PATTERN, p) for p, _ in named_leaves(params)
+    ):
+        raise ConfigError(
+            "precision.matmul is float8, and init returned no 'float8' leaf. A task computes those products in float8 "
+            "that have a history among the parameters. Add sk.float8_histories(weights) to the parameters, as in "
+            "examples/gpt.py, or remove precision.matmul."
+        )
 
 
 def _is_stored(declared: Declared, path: str, dtype: Any) -> bool:

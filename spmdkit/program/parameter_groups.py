@@ -15,6 +15,7 @@ from spmdkit.config.optimizer import build_schedule, choose_optimizer, optimizer
 from spmdkit.config.sections import ParameterGroup
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import named_leaves, path_name
+from spmdkit.ops import float8
 from spmdkit.program.task import Task
 from spmdkit.step.leaf_roles import Declared, Roles
 
@@ -23,7 +24,8 @@ def declared(config: Config, task: Task) -> Declared:
     """Returns the patterns of a task and its config that give parameters a role."""
     of_task = (("Task.frozen", pattern, True) for pattern in task.frozen)
     of_config = ((f"groups.{i}", group.match, group.frozen) for i, group in enumerate(config.groups))
-    return Declared((*of_task, *of_config), tuple(task.overwritten), tuple(config.train_only or ()))
+    histories = [float8.PATTERN] if config.precision.matmul == "float8" else []
+    return Declared((*of_task, *of_config), (*task.overwritten, *histories), tuple(config.train_only or ()))
 
 
 def where(config: Config, source: str) -> str:

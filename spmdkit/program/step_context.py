@@ -48,6 +48,7 @@ def step_context(
         inputs=dtypes.inputs or "compute",
         gradient_dtype=jnp.dtype(widest("float32", dtypes.params, dtypes.reduction)),
         reduction_dtype=jnp.dtype(dtypes.reduction),
+        float8=dtypes.matmul == "float8",
         rounds_stochastically=dtypes.rounding == "stochastic",
         reducer=reducer_of(config),
         remat=policy(remat) if isinstance(remat, str) else policy_of_names(remat.save, remat.offload),

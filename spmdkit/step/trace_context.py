@@ -222,6 +222,7 @@ class StepOptions:
         gradient_dtype: dtype in which microbatches are added, and of the gradient that the optimizer receives; None:
             that of the parameters.
         reduction_dtype: dtype in which devices send and add gradients; None: that of the gradient.
+        float8: products of weights with a history are computed in float8 (ops/float8.py).
         rounds_stochastically: an update of a bfloat16 parameter is rounded stochastically (rounding.py).
         reducer: reduction of gradients over replicas.
         remat: values that `sk.remat` saves (`ops.remat.Remat`); None: nothing is recomputed.
@@ -241,6 +242,7 @@ class StepOptions:
     inputs: str | Sequence[str] = "compute"
     gradient_dtype: Any = None
     reduction_dtype: Any = None
+    float8: bool = False
     rounds_stochastically: bool = False
     reducer: Reducer = field(default_factory=plain_sum)
     remat: Any = None

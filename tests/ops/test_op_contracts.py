@@ -174,6 +174,7 @@ WITHOUT_EXAMPLE = {
         ("context_order", "context_positions", "context_restore"),
         "changes the order where a mesh has a context axis, and nothing elsewhere. tests/ops/test_attention.py",
     ),
+    "float8_histories": "creates parameters. tests/ops/test_float8.py",
     "pipeline": (
         "its functions see rows of microbatches and end with sk.mean: no op of arrays. tests/ops/test_pipeline.py"
     ),

@@ -8,8 +8,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import spmdkit as sk
+from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.mesh.chips import CHIPS
+from spmdkit.plan.machine.compiler_process import in_compiler_process
+from spmdkit.plan.machine.target import open_target, parse_target
+from spmdkit.program.opening import open_program, task_of
 from tests.plan.save_texts import GPT
 from tests.support.plan_files import plan
 
@@ -47,6 +51,19 @@ def test_every_chip_has_a_compiler(chip):
     found = sk.plan_step(make, target=f"gpu:{chip}:4").document
     assert (found["compiler"], found["chip"]) == ("gpu", chip)
     assert found["flops"] == pytest.approx(found["model_flops"])
+
+
+def float8_step(machine):
+    config = parse_config(GPT | {"precision": {"compute": "bfloat16", "matmul": "float8"}})
+    return {"text": open_program(config, task_of(config), machine.devices).compiled.as_text()}
+
+
+def test_products_in_float8_are_those_of_the_compiled_step():
+    """In a layer 6 products forward, and 6 gradients each of the weight and of the operand."""
+    text = in_compiler_process(float8_step, open_target(parse_target("gpu:h100:2x4")))["text"]
+    products = [part for part in text.split("\n\n") if " dot(" in part or "__cublas$lt$matmul$f8" in part]
+    assert sum("f8e4m3fn[" in part for part in products) == 18
+    assert sum("f8e5m2[" in part for part in products) == 12
 
 
 def test_errors_of_make_are_those_of_this_process():
