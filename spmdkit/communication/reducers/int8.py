@@ -5,6 +5,8 @@ step's gradient.
 
 Use it if the gradient all-reduce limits the step time and half the bytes (`bfloat16`) are too many.
 Exchange, memory and wire: `coded_reducer`, with 8 bits: 0.254 of `sum` for large gradients.
+On TPUs the compiler (libtpu 0.0.42) takes 100 s for a gradient of 4 million values, 230 s for 16 million, and no end
+was seen for 135 million.
 Source: Dettmers, "8-bit approximations for parallelism in deep learning" (2016); Dettmers et al., "8-bit optimizers via
 block-wise quantization" (2022), section 2, blocks; sources of `coded_reducer` for error feedback.
 """
