@@ -5,8 +5,8 @@
 A GPT of 125 million parameters with 8 examples of 1,024 tokens per chip is compiled for each number of chips by the
 compiler of the target (extra `tpu` or `gpu-plan`). No chip is needed. Efficiency: predicted step time at the smallest
 number of chips / that at N. Horovod's published efficiency is 90 % at 512 GPUs (Inception V3 and ResNet-101 on 128
-servers of four Pascal GPUs; Sergeev and Del Balso, 2018): measured, another model and another network. Also writes
-benchmarks/results/scale.png.
+servers of four Pascal GPUs; Sergeev and Del Balso, 2018): measured, another model and another network. Saved rows of
+other strategies stay. Also writes benchmarks/results/scale.png.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES), choices=list(STRATEGIES))
     parser.add_argument("--target", default="tpu:v5p", help="family of machines, as for plan --sweep devices=")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    saved = json.loads((FOLDER / "scale.json").read_text())["rows"] if (FOLDER / "scale.json").exists() else []
+    rows = [row for row in saved if row["strategy"] not in options.strategies]
     for strategy in options.strategies:
         first = None
         for devices in options.devices:
@@ -101,7 +102,7 @@ def main() -> None:
             rows.append(row)
             print(row, file=sys.stderr, flush=True)
             command = f"python benchmarks/scale.py --devices {' '.join(map(str, options.devices))}"
-            save("scale", rows, f"{command} --strategies {' '.join(options.strategies)} --target {options.target}")
+            save("scale", rows, f"{command} --target {options.target}")
     draw(rows)
     print(json.dumps({"benchmark": "scale", "rows": rows}))
 
