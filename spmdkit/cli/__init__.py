@@ -61,7 +61,10 @@ def train(
     overrides: Overrides = None,
     allow_change: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY", help="Allow resuming even though this setting changed: seed, train_data, ..."),
+        typer.Option(
+            metavar="KEY",
+            help="Allow resuming even though this changed: seed, train_data, ..., checkpoints (they are missing).",
+        ),
     ] = None,
     reset: Annotated[
         list[str] | None,

@@ -169,7 +169,20 @@ def checkpoint_rm(
         else checkpoint.run_lock(folder.parent)
     ):
         checkpoint.remove(folder, steps)
+        _record_removal(Path(run) if isinstance(folder, checkpoint.Remote) else folder.parent, steps)
     echo(f"removed {', '.join(map(str, steps))} from {folder}")
+
+
+def _record_removal(run_dir: Path, steps: list[int]) -> None:
+    """Writes the event `checkpoint_removed`, so that the next start does not report these steps as missing."""
+    from spmdkit.metrics import EventLog
+
+    if not (path := run_dir / "events.jsonl").is_file():
+        return
+    events = EventLog(path)
+    for step in steps:
+        events.write("checkpoint_removed", step=step)
+    events.close()
 
 
 def echo(text: object) -> None:

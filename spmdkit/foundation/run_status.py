@@ -133,6 +133,23 @@ def newest_saved(run_dir: Path) -> int | None:
     return max((step for step in saved if isinstance(step, int)), default=None)
 
 
+def committed_steps(run_dir: Path) -> set[int]:
+    """Returns the steps that events.jsonl records as committed, up to those that retention has deleted. A rollback, a
+    resume from an earlier step, a quarantine and `checkpoint rm` remove steps from the set."""
+    steps = set[int]()
+    for event in _events(run_dir / EVENTS):
+        kind, step = event.get("event"), event.get("step")
+        if kind == "checkpoint_quarantined":
+            steps = {each for each in steps if str(each) != event.get("name")}
+        elif isinstance(step, int) and kind == "saved":
+            steps.add(step)
+        elif isinstance(step, int) and kind == "checkpoint_removed":
+            steps.discard(step)
+        elif isinstance(step, int) and kind in ("started", "restored", "rolled_back"):
+            steps = {each for each in steps if each <= step}
+    return steps
+
+
 def this_process() -> dict[str, Any]:
     """Returns the identity of this process, for `is_gone`."""
     return {"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot_id(), "born": _start_ticks(os.getpid())}

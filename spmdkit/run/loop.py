@@ -83,7 +83,7 @@ def train(
         cluster: the joined processes; default: joins the processes of the environment.
         task: replaces the task of the config.
         allow_change: settings that may differ from the checkpoint although they change the result: `seed`, `train_data`
-            ...; see run/recovery/resume_check.py.
+            ...; `checkpoints`: none of the saved steps is left. See run/recovery/resume_check.py.
         reset: parts of the restored state that are initialized again: `opt_state`, `ema`, or patterns of parameters;
             see program/changed_state.py. A restart with the same value does not repeat it.
 

@@ -199,7 +199,12 @@ class Run:
         restored = self.driver.restore_from_memory(self.cluster, self.program, self.checkpoints)
         if restored is None:
             restored = restore.initial_state(
-                self.cluster, self.checkpoints, self.program, reset=self.reset, run_dir=self.directory
+                self.cluster,
+                self.checkpoints,
+                self.program,
+                reset=self.reset,
+                run_dir=self.directory,
+                may_lose=resume_check.CHECKPOINTS in self._allow_change,
             )
         step, changed, lines = restored.step, list[resume_check.Change](), list[str]()
         if restored.record is not None:
@@ -215,7 +220,7 @@ class Run:
             self.program.skip_batches(skipped_batches.read_for_all(self.directory, self.cluster))
         self.hooks_at_start = self.hook_runner.state()
         self.reporter.open(self, step, self._stack)
-        restore.quarantine_checkpoints(self, self.checkpoints, restored.wrong, [*lines, *restored.lines], step)
+        restore.quarantine_checkpoints(self, self.checkpoints, restored, [*lines, *restored.lines])
         where = {"roles": ROLES, "mesh": describe_mesh(self.program.sizes), "form": self.program.form}
         if restored.record is None:
             self.events.write("started", step=step, **where)

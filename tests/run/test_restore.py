@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from spmdkit.checkpoint import ls
+from spmdkit.cli.checkpoint import checkpoint_rm
 from spmdkit.errors import CheckpointError, ConfigError
+from spmdkit.foundation import run_status
+from spmdkit.metrics import EventLog
 from tests.support.small_runs import events, steps, train
 
 STEP_20 = "run/checkpoints/20"
@@ -130,13 +133,65 @@ def test_run_with_missing_checkpoints_does_not_restart(saved, gone):
         (saved / "run/checkpoints").mkdir()
     with pytest.raises(
         CheckpointError,
-        match=r"no checkpoint.* up to step 20 .*Restore the folder .*move .*metrics.jsonl away or set run_dir",
+        match=r"no checkpoint.* up to step 20 .*steps 5, 10, 15, 20 as saved.*Restore the folder .*set run_dir.*"
+        "step 0: train --allow-change checkpoints",
     ):
         train(saved)
     assert (saved / "run/metrics.jsonl").read_bytes() == before
-    (saved / "run/metrics.jsonl").rename(saved / "old.jsonl")
-    train(saved)
+    train(saved, allow_change=["checkpoints"])
     assert events(saved, "started")[-1]["step"] == 0 and steps(saved) == [1, 5, 10, 15, 20]
+
+
+def test_missing_newest_steps_are_reported_once(saved, twenty, capsys):
+    for step in (15, 20):
+        shutil.rmtree(saved / f"run/checkpoints/{step}")
+    result = train(saved, steps=30)
+    assert "does not have steps 15, 20, which events.jsonl records as saved" in capsys.readouterr().out
+    assert [(e["step"], e["steps"]) for e in events(saved, "checkpoints_missing")] == [(10, [15, 20])]
+    assert np.array_equal(result.state.params["w"], twenty[1])
+    train(saved, steps=30)
+    assert len(events(saved, "checkpoints_missing")) == 1
+
+
+def test_run_with_none_of_its_steps_left_is_refused(saved, tmp_path):
+    train(tmp_path / "other", steps=4)
+    for step in (10, 15, 20):
+        shutil.rmtree(saved / f"run/checkpoints/{step}")
+    shutil.copytree(tmp_path / "other/run/checkpoints/4", saved / "run/checkpoints/4")
+    with pytest.raises(
+        CheckpointError, match=r"holds step 4, which .*step 4: train --allow-change checkpoints"
+    ) as error:
+        train(saved)
+    assert error.value.exit_code == 79
+    train(saved, allow_change=["checkpoints"])
+    assert events(saved, "restored")[-1]["step"] == 4 and steps(saved)[-1] == 20
+
+
+@pytest.mark.parametrize(
+    ("later", "committed"),
+    [
+        ([], {5, 10}),
+        ([("rolled_back", {"step": 5})], {5}),
+        ([("restored", {"step": 7})], {5}),
+        ([("started", {"step": 0})], set()),
+        ([("checkpoint_removed", {"step": 10})], {5}),
+        ([("checkpoint_quarantined", {"name": "5"})], {10}),
+        ([("rolled_back", {"step": 5}), ("saved", {"step": 10})], {5, 10}),
+    ],
+)
+def test_committed_steps_follow_events(tmp_path, later, committed):
+    log = EventLog(tmp_path / "events.jsonl")
+    for name, fields in [("saved", {"step": 5}), ("saved", {"step": 10}), *later]:
+        log.write(name, **fields)
+    log.close()
+    assert run_status.committed_steps(tmp_path) == committed
+
+
+def test_removed_steps_are_not_missing(saved, capsys):
+    checkpoint_rm(str(saved / "run"), [20])
+    train(saved, steps=25)
+    assert not events(saved, "checkpoints_missing")
+    assert "WARNING" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,10 @@ def config_of(folder: Path, **changes: Any) -> sk.Config:
     return sk.Config(**{**values, **changes})
 
 
-def train(folder: Path, task: sk.Task | None = None, **changes: Any) -> Any:
+def train(folder: Path, task: sk.Task | None = None, allow_change: Sequence[str] = (), **changes: Any) -> Any:
     """Returns the `Result` of a run in this process."""
     config = config_of(folder, **changes)
-    return sk.train(config, join(detect_cluster({}), config.devices), task or line_task())
+    return sk.train(config, join(detect_cluster({}), config.devices), task or line_task(), allow_change)
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:

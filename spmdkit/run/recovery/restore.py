@@ -7,7 +7,7 @@ one process rejects the checkpoint on all. Damaged checkpoints are renamed only 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from spmdkit.checkpoint import Checkpoints, best_step, hold_step, newest_step, quarantine
 from spmdkit.cluster import Cluster
 from spmdkit.errors import CheckpointError, DamagedError
-from spmdkit.foundation.run_status import newest_saved
+from spmdkit.foundation import run_status
 from spmdkit.metrics import read_lines
 from spmdkit.program.program import Program
 from spmdkit.program.restore import restored
@@ -24,11 +24,13 @@ from spmdkit.step import rng
 from spmdkit.step.state import TrainState
 
 RECORDS = ("metrics.jsonl", "counts.jsonl")
+MAX_LISTED = 10
 
 
 class Restored(NamedTuple):
     """The state from which a run continues. `record`: None for the state before step 1. `wrong`: newer checkpoints and
-    their damage. `lines`: messages for the user. `is_saved`: whether its step is committed on disk."""
+    their damage. `lines`: messages for the user. `is_saved`: whether its step is committed on disk. `missing`: newer
+    steps that were committed and do not exist."""
 
     step: int
     state: TrainState
@@ -36,6 +38,7 @@ class Restored(NamedTuple):
     lines: list[str]
     wrong: dict[str, str]
     is_saved: bool = True
+    missing: tuple[int, ...] = ()
 
 
 def initial_state(
@@ -45,17 +48,20 @@ def initial_state(
     most: int | None = None,
     reset: Sequence[str] = (),
     run_dir: Path | None = None,
+    may_lose: bool = False,
 ) -> Restored:
     """Returns the state from which a run continues: the newest intact checkpoint up to step `most`, otherwise the state
     before step 1, of `init_from` or `init`.
 
     Args:
-        run_dir: raises CheckpointError if a run has trained there and its checkpoints are missing.
+        run_dir: raises CheckpointError if a run has trained there and none of its checkpoints is left.
+        may_lose: do not raise it (`train --allow-change checkpoints`).
     """
     found = None if checkpoints is None else newest_good(cluster, checkpoints, program, most, reset)
-    if found is None and checkpoints is not None and run_dir is not None:
-        require_checkpoint(cluster, checkpoints, run_dir)
-    return state_before_step_1(cluster, program) if found is None else found
+    missing: list[int] = []
+    if checkpoints is not None and run_dir is not None:
+        missing = missing_steps(cluster, checkpoints, run_dir, None if found is None else found.step, may_lose)
+    return (state_before_step_1(cluster, program) if found is None else found)._replace(missing=tuple(missing))
 
 
 def state_before_step_1(cluster: Cluster, program: Program) -> Restored:
@@ -94,44 +100,71 @@ def newest_good(
 
 
 def quarantine_checkpoints(
-    run: RunView, checkpoints: Checkpoints | None, wrong: Mapping[str, str], lines: Sequence[str], step: int
+    run: RunView, checkpoints: Checkpoints | None, found: Restored, lines: Sequence[str] = ()
 ) -> None:
-    """Renames damaged checkpoints and incomplete step folders on process 0, and reports them and `lines`."""
+    """Renames damaged checkpoints and incomplete step folders on process 0, and reports them, missing ones and
+    `lines`."""
     if checkpoints is not None and run.cluster.is_main:
         directory = checkpoints.directory
-        for name, why in (quarantine.steps_without_record(directory) | dict(wrong)).items():
+        for name, why in (quarantine.steps_without_record(directory) | found.wrong).items():
             renamed = quarantine.quarantine(directory, name)
             run.events.write("checkpoint_quarantined", name=name, renamed=renamed, why=why)
             run.message(f"checkpoint {name} is damaged: {why}. It is renamed to {directory / renamed}")
+        if found.missing:
+            run.events.write("checkpoints_missing", step=found.step, steps=found.missing)
+            run.message(
+                f"WARNING: {directory} does not have {_listed(found.missing)}, which events.jsonl records as saved. "
+                f"Training continues from step {found.step} and repeats the later ones. To continue from a later step, "
+                "stop this run and restore their folders."
+            )
     for line in lines:
         run.message(line)
-    if wrong:
-        run.message(f"continuing from step {step}, the newest intact checkpoint")
+    if found.wrong:
+        run.message(f"continuing from step {found.step}, the newest intact checkpoint")
 
 
-def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path) -> None:
-    """Raises CheckpointError if a run has trained here and its checkpoints are missing: it would silently restart from
-    step 0.
+def missing_steps(
+    cluster: Cluster, checkpoints: Checkpoints, run_dir: Path, step: int | None, may_lose: bool
+) -> list[int]:
+    """Returns the steps after `step` that this run has committed and that do not exist, the same on every process.
 
-    Move metrics.jsonl away to permit a restart.
+    Args:
+        step: the step to restore; None: there is no checkpoint.
+        may_lose: do not raise.
+
+    Raises:
+        CheckpointError: none of the committed steps is left: the run would silently restart from an older state.
     """
 
-    def found() -> str:
-        last = last_step(run_dir / "metrics.jsonl")
-        saved = newest_saved(run_dir)
-        if not last or (saved is None and read_lines(run_dir / "events.jsonl")):
-            return ""
-        left = quarantine.steps_without_record(checkpoints.directory)
-        damaged = f" ({', '.join(left)}: no record)" if left else ""
-        newest = f", and step {saved} was saved" if saved else ""
-        return (
-            f"{checkpoints.directory} holds no checkpoint{damaged}; a run was trained here up to step {last} "
-            f"(metrics.jsonl){newest}. A run never silently restarts from step 0. Restore the folder (is its disk "
-            f"mounted?), or, to restart, move {run_dir / 'metrics.jsonl'} away or set run_dir to a new folder."
+    def found() -> tuple[list[int], str]:
+        directory, committed = checkpoints.directory, run_status.committed_steps(run_dir)
+        incomplete = quarantine.steps_without_record(directory)
+        have = set(checkpoints.steps())
+        missing = sorted(each for each in committed - have - {*map(int, incomplete)} if step is None or each > step)
+        trained = last_step(run_dir / "metrics.jsonl")
+        no_events = step is None and not read_lines(run_dir / "events.jsonl")
+        is_lost = not committed & have if committed else bool(trained and no_events)
+        if may_lose or not is_lost:
+            return missing, ""
+        damaged = f" ({', '.join(incomplete)}: no record)" if incomplete else ""
+        holds = f"no checkpoint{damaged}" if step is None else f"step {step}, which this run has not saved"
+        saved = f", and events.jsonl records {_listed(sorted(committed))} as saved" if committed else ""
+        return missing, (
+            f"{directory} holds {holds}; a run was trained here up to step {trained} (metrics.jsonl){saved}. A run "
+            "never silently restarts from an older step. Restore the folder (is its disk mounted?), or set run_dir to "
+            f"a new folder. To continue from step {step or 0}: train --allow-change checkpoints."
         )
 
-    if text := cluster.from_main("lost checkpoints", found):
-        raise CheckpointError(text)
+    missing, why = cluster.from_main("lost checkpoints", found)
+    if why:
+        raise CheckpointError(why)
+    return list(missing)
+
+
+def _listed(steps: Sequence[int]) -> str:
+    shown = [*map(str, steps[-MAX_LISTED:])]
+    older = f" (and {len(steps) - MAX_LISTED} older)" if len(steps) > MAX_LISTED else ""
+    return f"step{'s' * (len(steps) > 1)} {', '.join(shown)}{older}"
 
 
 def rename_old_records(run_dir: Path) -> list[str]:

@@ -32,6 +32,8 @@ ANOTHER_RUN = (
     *("data.bucket_boundaries", "data.bucket_by", "train_data"),
 )
 """Settings that determine the examples of a step and must not change during a run."""
+CHECKPOINTS = "checkpoints"
+"""Allows a run to continue from an older step, or step 0, if none of the steps that it has saved is left."""
 NOT_COMPARED = ("run_dir",)
 MAX_CHARS = 60  # characters of a value in the table
 
@@ -142,10 +144,11 @@ def _shorten(text: str) -> str:
 def check_allowed(allow_change: Sequence[str]) -> None:
     """Raises ConfigError for a key that `--allow-change` does not accept."""
     for key in allow_change:
-        if key not in ANOTHER_RUN:
+        if key not in (accepted := (*ANOTHER_RUN, CHECKPOINTS)):
             raise ConfigError(
                 f"--allow-change {key}: no such key. It accepts the settings that must not change during a run: "
-                f"{', '.join(ANOTHER_RUN)}; all others may change.{nearest(key, ANOTHER_RUN)}"
+                f"{', '.join(ANOTHER_RUN)}; all others may change. {CHECKPOINTS}: the saved steps may be missing."
+                f"{nearest(key, accepted)}"
             )
 
 

@@ -48,7 +48,7 @@ def go_back(run: Returnable, to_step: int | None, skip_batches: int, batches: Se
                 f"({run.config.checkpoint.keep if run.config.checkpoint else 0}), or roll back less far; "
                 "sk.Rollback(0) restarts from the initial state."
             )
-        restore.quarantine_checkpoints(run, run.checkpoints, found.wrong, (), target)
+        restore.quarantine_checkpoints(run, run.checkpoints, found)
         run.cluster.barrier("before going back")
         run.checkpoints.delete_after(target)
         run.cluster.barrier("went back")
