@@ -15,6 +15,7 @@ from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.object_store import Remote
 from spmdkit.errors import CheckpointError, DamagedError, UnreachableError
+from spmdkit.foundation import files
 from spmdkit.foundation.formatting import format_bytes
 
 HOLD_TRIES = 100
@@ -35,7 +36,7 @@ def hold_step(directory: Location, choose: Callable[[], int]) -> Iterator[int]:
         path = directory / str(step) / records.RECORD_FILE
         with contextlib.ExitStack() as stack:
             try:
-                record = stack.enter_context(open(path, "rb"))
+                record = stack.enter_context(files.open_regular(path))
                 fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 if path.stat().st_ino != os.fstat(record.fileno()).st_ino:
                     continue

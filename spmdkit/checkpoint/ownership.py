@@ -101,8 +101,7 @@ def last_owner(directory: Path) -> str:
 def _content(directory: Path) -> bytes | None:
     """Returns the content of the file. Opens it each time, so that a network file system checks for changes."""
     try:
-        with open(f"{directory}/{ATTEMPT_FILE}", "rb") as file:
-            return file.read()
+        return files.read_regular(f"{directory}/{ATTEMPT_FILE}", 4096)
     except OSError:
         return None
 

@@ -15,7 +15,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from spmdkit.checkpoint import location
@@ -29,6 +30,8 @@ from spmdkit.foundation.constants import is_step_name
 SCHEMA = 2
 SMALL_FILE_BYTES = 2**22
 """Array files up to this size, which contain many small leaves, have a digest."""
+MAX_RECORD_BYTES, MAX_METADATA_BYTES = 2**26, 2**30
+"""Maximum sizes of record.json and of a file that contains no arrays, which are read whole."""
 DATA_FOLDER = "d"
 """Folder in which OCDBT stores array data."""
 RECORD_FILE = "record.json"
@@ -88,9 +91,16 @@ def list_files(folder: Location) -> dict[str, int]:
 def digest_files(folder: Location, sizes: Mapping[str, int]) -> dict[str, str]:
     """Returns `{path below folder: digest}` of the files that each restore reads again: all except large array
     files."""
-    in_data: Callable[[str], bool] = lambda name: DATA_FOLDER in name.split("/")[:-1]
-    small = [name for name, size in sizes.items() if size <= SMALL_FILE_BYTES or not in_data(name)]
-    return {name: files.digest((folder / name).read_bytes()) for name in small}
+    small = [name for name, size in sizes.items() if size <= SMALL_FILE_BYTES or not _has_arrays(name)]
+    return {name: _digest_file(folder / name) for name in small}
+
+
+def _has_arrays(name: str) -> bool:
+    return DATA_FOLDER in name.split("/")[:-1]
+
+
+def _digest_file(file: Location) -> str:
+    return files.digest(file.read_bytes()) if isinstance(file, Remote) else files.digest_file(file)
 
 
 def committed_steps(directory: Location) -> list[int]:
@@ -127,7 +137,10 @@ def read_record(directory: Location, step: int) -> Record:
     """
     folder = directory / str(step)
     try:
-        content = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+        file = folder / RECORD_FILE
+        content = json.loads(
+            file.read_bytes() if isinstance(file, Remote) else files.read_regular(file, MAX_RECORD_BYTES)
+        )
         schema = content["schema"]
     except (FileNotFoundError, NotADirectoryError):
         have = committed_steps(directory)
@@ -169,15 +182,21 @@ def read_record(directory: Location, step: int) -> Record:
 
 def check_files(directory: Location, record: Record) -> None:
     """Raises DamagedError if a file of the checkpoint is missing or its size, or for a small file its content, differs
-    from the record."""
-    wrong = []
+    from the record, or if an entry is no regular file. orbax opens files only after this check."""
     folder = directory / str(record.step)
+    if isinstance(folder, Path) and (special := files.special_entry(folder)) is not None:
+        raise damaged_error(directory, record.step, f"{special}; a checkpoint has only regular files")
     actual = location.sizes(folder)
+    wrong = [
+        f"{name} has {size} bytes, at most {MAX_METADATA_BYTES} are read"
+        for name, size in actual.items()
+        if size > MAX_METADATA_BYTES and not _has_arrays(name)
+    ]
     for name, size in record.files.items():
         try:
             if actual[name] != size:
                 wrong.append(f"{name} has {actual[name]} bytes, {size} were written")
-            elif name in record.digests and files.digest((folder / name).read_bytes()) != record.digests[name]:
+            elif name in record.digests and _digest_file(folder / name) != record.digests[name]:
                 wrong.append(f"{name} differs from what was written")
         except (KeyError, OSError):
             wrong.append(f"{name} is missing")

@@ -18,6 +18,7 @@ from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.object_store import Remote
 from spmdkit.checkpoint.record import TEMPORARY_MARK
 from spmdkit.errors import CheckpointError, CheckpointWriteError, UnreachableError
+from spmdkit.foundation import files
 from spmdkit.foundation.constants import is_step_name
 
 
@@ -71,7 +72,7 @@ def delete_step(directory: Location, step: int, even_if_held: bool = False) -> b
     shutil.rmtree(doomed, ignore_errors=True)
     with contextlib.ExitStack() as stack:
         try:
-            record = stack.enter_context(open(directory / str(step) / records.RECORD_FILE, "rb"))
+            record = stack.enter_context(files.open_regular(directory / str(step) / records.RECORD_FILE))
             fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not even_if_held:

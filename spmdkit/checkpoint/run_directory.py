@@ -18,6 +18,7 @@ from pathlib import Path
 from spmdkit.checkpoint import location, ownership
 from spmdkit.checkpoint.record import first_line
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import files
 from spmdkit.foundation.files import FILE_MODE, FOLDER_MODE
 
 LOCK_FILE = "run.lock"
@@ -92,8 +93,7 @@ def _lock(descriptor: int, folder: Path) -> None:
 def _owner_of(path: Path) -> str:
     """Returns `process 12 on host since ...` of a lock. Its file may be empty between the lock and the write."""
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
-            return ownership.describe_owner(ownership.parse_owner(file.read(4096)))
+        return ownership.describe_owner(ownership.parse_owner(files.read_regular(path, 4096)))
     except OSError:  # the file was deleted
         return ownership.last_owner(path.parent)
 
@@ -121,7 +121,7 @@ def _bucket_of(run: Path) -> str | None:
     import yaml
 
     try:
-        directory = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]["directory"]
+        directory = yaml.safe_load(files.read_regular(run / "config.yaml", 2**20))["checkpoint"]["directory"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError):
         return None
     return str(directory) if directory else None

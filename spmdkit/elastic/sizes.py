@@ -21,6 +21,7 @@ from typing import NamedTuple
 from spmdkit.config import Config, load_config
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import BATCH_AXES, fake_devices
+from spmdkit.foundation.files import read_regular
 
 ALLOWED = "processes"
 """File in the run directory with the number of processes allowed for the next start."""
@@ -132,7 +133,7 @@ class Elastic:
     def _allowed(self) -> int | None:
         """Returns the number in the file `processes` of the run directory; None if it has none between MIN and MAX."""
         try:
-            number = int((self._run_dir / ALLOWED).read_text())
+            number = int(read_regular(self._run_dir / ALLOWED, 64))
         except (OSError, ValueError):
             return None
         return number if self._least <= number <= self._most else None

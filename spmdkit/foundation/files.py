@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -13,7 +14,7 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from spmdkit.errors import CheckpointWriteError, ConfigError
 
@@ -22,6 +23,9 @@ PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.partial")
+
+MAX_READ_BYTES = 2**31
+"""Maximum size of a file that is read whole."""
 
 FILE_MODE, FOLDER_MODE = 0o640, 0o750
 """Maximum permissions of a file or folder of a run."""
@@ -95,6 +99,60 @@ def _chmod(path: str | Path) -> None:
             os.chmod(path, stat.S_IMODE(mode) & most)
 
 
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a regular file to read. Raises OSError for a link, a FIFO, a device or a folder: a read may block or never
+    end, or return a file outside of the run."""
+    return os.fdopen(_open_regular(path, os.O_RDONLY), "rb")
+
+
+def open_append(path: str | os.PathLike[str]) -> int:
+    """Returns a descriptor to append to and read a regular file, created if missing. Raises OSError like
+    `open_regular`."""
+    return _open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+
+
+def _open_regular(path: str | os.PathLike[str], flags: int) -> int:
+    safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # O_NONBLOCK: a FIFO does not wait
+    try:
+        descriptor = os.open(path, flags | safe, FILE_MODE)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link", os.fspath(path)) from None
+        raise
+    if stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+    why = os.strerror(number) if stat.S_ISDIR(mode) else f"it is {kind_of(mode)}"
+    raise OSError(number, why, os.fspath(path))
+
+
+def kind_of(mode: int) -> str:
+    """Returns what an entry of a folder is, for messages. `mode`: its `st_mode`."""
+    kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFLNK: "a link", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def read_regular(path: str | os.PathLike[str], max_bytes: int = MAX_READ_BYTES) -> bytes:
+    """Returns the content of a regular file. Raises OSError like `open_regular`, and for a larger file."""
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, at most {max_bytes} are read", os.fspath(path))
+        return file.read(max_bytes)
+
+
+def special_entry(folder: Path) -> str | None:
+    """Returns a description of an entry below `folder` that is no regular file and no folder, or None."""
+    for parent, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = os.path.join(parent, name)
+            with contextlib.suppress(FileNotFoundError):
+                mode = os.lstat(path).st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    return f"{os.path.relpath(path, folder)} is {kind_of(mode)}"
+    return None
+
+
 def replace(path: str | os.PathLike[str], content: bytes, mode: int = FILE_MODE) -> None:
     """Replaces `path` by `content`, which is on disk on return. Raises OSError on failure."""
     with atomic_path(path) as partial:
@@ -119,6 +177,15 @@ def digest(content: bytes) -> str:
     """Returns 64 bits of BLAKE2b as 16 hex digits, for files of kilobytes. Arrays use `checksum.py` and the checksums
     of checkpoint/orbax_backend.py."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def digest_file(path: str | os.PathLike[str]) -> str:
+    """Returns the `digest` of a regular file, read in parts. Raises OSError like `open_regular`."""
+    hashed = hashlib.blake2b(digest_size=8)
+    with open_regular(path) as file:
+        while part := file.read(2**20):
+            hashed.update(part)
+    return hashed.hexdigest()
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

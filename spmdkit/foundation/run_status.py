@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit.foundation.constants import NAMELESS
-from spmdkit.foundation.files import json_object
+from spmdkit.foundation.files import json_object, read_regular
 
 EVENTS, LAST_STEP = "events.jsonl", "last_step"
 RUNNING, ENDS = "running", ("stopped", "preempted", "fault")
@@ -64,7 +64,7 @@ def _mapped(path: Path) -> mmap.mmap | None:
 def last_step(path: Path) -> int | None:
     """Returns the step in a `StepMark` file, or None without one."""
     try:
-        return step_of(path.read_bytes())
+        return step_of(read_regular(path))
     except OSError:
         return None
 
@@ -191,7 +191,7 @@ def unfinished(run_dir: Path) -> Attempt | None:
 
 def _events(path: Path) -> Iterable[dict[str, Any]]:
     try:
-        return [event for line in path.read_bytes().split(b"\n") if (event := json_object(line)) is not None]
+        return [event for line in read_regular(path).split(b"\n") if (event := json_object(line)) is not None]
     except OSError:
         return []
 

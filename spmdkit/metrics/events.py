@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit.foundation import redact
-from spmdkit.foundation.files import FILE_MODE, not_writable, strict_json
+from spmdkit.foundation.files import not_writable, open_append, strict_json
 
 
 class EventLog:
@@ -41,9 +41,7 @@ class EventLog:
         self.process = process
         self._clock = clock
         try:
-            self._descriptor: int | None = os.open(
-                self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE
-            )
+            self._descriptor: int | None = open_append(self.path)
             size = os.fstat(self._descriptor).st_size
             if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn by a kill: separates it from new lines
                 os.write(self._descriptor, b"\n")

@@ -11,12 +11,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from spmdkit.errors import UserCodeError
+from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.foundation import files
 from spmdkit.foundation.constants import MEASURED
 from spmdkit.foundation.files import json_object, strict_json
 
@@ -80,9 +80,14 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     "NaN", "Infinity" and "-Infinity" are returned as floats. For metrics and events, also those of an active run.
     """
     try:
-        content = Path(path).read_bytes()
+        content = files.read_regular(path)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror or error}. It must be a regular file of at most "
+            f"{files.MAX_READ_BYTES} bytes. Move it away, or name another run."
+        ) from error
     records = [json_object(line) for line in content.split(b"\n") if line.strip()]
     return [{k: _from_strict(v) for k, v in record.items()} for record in records if record is not None]
 

@@ -22,6 +22,7 @@ from spmdkit.config import Config, replace_keys
 from spmdkit.config.parameter_server import options
 from spmdkit.errors import ConfigError, NonFiniteError, Preempted, RendezvousError
 from spmdkit.foundation import phase
+from spmdkit.foundation.files import read_regular
 from spmdkit.foundation.timeouts import SERVER_POLL_S, SERVER_WORKERS_S
 from spmdkit.foundation.trees import tree_bytes
 from spmdkit.parameter_server.coordinator import Coordinator, WorkerStats
@@ -172,7 +173,7 @@ class _Monitor:
     def _join(self) -> None:
         """Starts the additional workers that the file requests."""
         try:
-            requested = int((self.run.directory / JOIN).read_text())
+            requested = int(read_regular(self.run.directory / JOIN, 64))
         except (OSError, ValueError):
             return
         while self.coordinator.num_workers < requested:

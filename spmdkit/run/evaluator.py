@@ -9,6 +9,7 @@ Source: tensorflow.org/guide/distributed_training, "TF_CONFIG" (task type "evalu
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from spmdkit.config import Config
 from spmdkit.errors import CheckpointError, ConfigError, Preempted
 from spmdkit.faults import StopSignals, report_and_exit
 from spmdkit.foundation import phase
-from spmdkit.foundation.files import FILE_MODE, not_writable
+from spmdkit.foundation.files import not_writable, open_append
 from spmdkit.foundation.formatting import visible
 from spmdkit.foundation.timeouts import EVALUATOR_POLL_S
 from spmdkit.metrics import read_lines
@@ -139,8 +140,7 @@ def _write(path: Path, step: int, values: dict[str, Any]) -> None:
     plain = {name: x if isinstance(x, float) else x.tolist() for name, x in values.items()}
     line = record_line({"step": step, "split": "eval", **plain}, arrays=True)
     try:
-        path.touch(mode=FILE_MODE)
-        with path.open("a") as file:
+        with os.fdopen(open_append(path), "a") as file:
             file.write(line)
     except OSError as error:
         raise not_writable(path, error) from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.files import json_object, write_text
+from spmdkit.foundation.files import json_object, read_regular, write_text
 from spmdkit.foundation.formatting import format_bytes, format_duration, format_rate, format_seconds, format_value
 from spmdkit.foundation.run_status import unfinished
 from spmdkit.metrics.events import parse_time
@@ -283,14 +283,14 @@ def _timeline(events: Sequence[Record]) -> str:
 
 def _config(folder: Path) -> str | None:
     try:
-        return (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+        return read_regular(folder / "config.yaml").decode(errors="replace")
     except OSError:
         return None
 
 
 def _json_object(path: Path) -> Record | None:
     try:
-        return json_object(path.read_bytes())
+        return json_object(read_regular(path))
     except OSError:
         return None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdkit.foundation.files import FILE_MODE, json_object, not_writable, not_written, replace
+from spmdkit.foundation.files import json_object, not_writable, not_written, open_append, read_regular, replace
 from spmdkit.metrics.jsonl import record_line
 from spmdkit.metrics.trackers.base import Tracker
 
@@ -113,10 +113,10 @@ class JsonlTracker:
             raise not_written(self.path, error) from error
 
     def _open(self) -> int:
-        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        return open_append(self.path)
 
     def _truncate(self, keep_through_step: int | None) -> None:
-        content = self.path.read_bytes()
+        content = read_regular(self.path)
         lines = []
         for line in content.split(b"\n"):
             if not line.strip():

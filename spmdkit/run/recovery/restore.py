@@ -137,14 +137,15 @@ def missing_steps(
     """
 
     def found() -> tuple[list[int], str]:
-        directory, committed = checkpoints.directory, run_status.committed_steps(run_dir)
+        directory, metrics = checkpoints.directory, run_dir / "metrics.jsonl"
+        committed = run_status.committed_steps(run_dir)
         incomplete = quarantine.steps_without_record(directory)
         have = set(checkpoints.steps())
         missing = sorted(each for each in committed - have - {*map(int, incomplete)} if step is None or each > step)
-        trained = last_step(run_dir / "metrics.jsonl")
-        no_events = step is None and not read_lines(run_dir / "events.jsonl")
-        is_lost = not committed & have if committed else bool(trained and no_events)
-        if may_lose or not is_lost:
+        if may_lose or committed & have:
+            return missing, ""
+        trained = last_step(metrics) if committed or step is None else 0
+        if not committed and (not trained or read_lines(run_dir / "events.jsonl")):
             return missing, ""
         damaged = f" ({', '.join(incomplete)}: no record)" if incomplete else ""
         holds = f"no checkpoint{damaged}" if step is None else f"step {step}, which this run has not saved"

@@ -31,7 +31,7 @@ def write(directory: Path, cluster: Cluster, skipped: Ranges) -> None:
 def read(directory: Path) -> Ranges:
     """Returns the batches that `write` stored; () if there is no such file. Raises ConfigError if it cannot be read."""
     try:
-        return tuple((int(a), int(b)) for a, b in json.loads((directory / NAME).read_text())["skipped_batches"])
+        return tuple((int(a), int(b)) for a, b in json.loads(files.read_regular(directory / NAME))["skipped_batches"])
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

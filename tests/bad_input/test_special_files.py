@@ -1,0 +1,57 @@
+"""FIFOs, devices, links and huge files in a run's directory: no command waits for them or reads them whole."""
+
+import os
+import signal
+
+import pytest
+
+from tests.support.messages import Parts
+
+READ = (
+    *("metrics.jsonl", "events.jsonl", "counts.jsonl", "attempt.json", "run.lock", "last_step"),
+    *("skipped_batches.json", "config.yaml", "environment.json", "plan.json"),
+)
+
+REFUSED = ("metrics.jsonl", "events.jsonl", "counts.jsonl", "run.lock", "skipped_batches.json")
+
+
+@pytest.fixture
+def hurried(folder):
+    """A command that blocks is interrupted after a minute."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("a read or write blocks"))
+    signal.alarm(60)
+    folder.write()
+    yield folder
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_no_command_waits_for_a_fifo(hurried, name):
+    path = hurried.path / "run" / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    train = hurried.leaves("train", "run.yaml", "log.progress=off")
+    assert train == (78 if name in REFUSED else 0)
+    if name != "run.lock" and train:  # a finished run has replaced the other files
+        assert hurried.leaves("report", "run") in (0, 78)
+        assert hurried.leaves("checkpoint", "ls", "run") == 0
+        assert hurried.leaves("eval", "run.yaml") in (0, 78)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_link_to_a_device_is_refused(hurried, name):
+    path = hurried.path / "run" / name
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    hurried.fails(78, Parts(f"run/{name}"))
+    assert hurried.leaves("report", "run") in (0, 78)
+    assert hurried.leaves("checkpoint", "ls", "run") == 0
+
+
+def test_size_of_metrics_is_bounded(hurried, capfd):
+    os.truncate(hurried.path / "run/metrics.jsonl", 2**40)
+    for command in (("train", "run.yaml"), ("report", "run")):
+        assert hurried.leaves(*command) == 78
+        err = capfd.readouterr().err
+        assert "run/metrics.jsonl: cannot be" in err and "it has 1099511627776 bytes" in err
