@@ -72,6 +72,10 @@ class UserCodeError(SpmdkitError):
     """The user's function or data source raised. `__cause__` is the original exception."""
 
 
+class OutOfMemoryError(SpmdkitError):
+    """A device, or this process, has no memory left during a run. `__cause__` is the exception of JAX."""
+
+
 class CheckpointWriteError(SpmdkitError):
     """A checkpoint or the metrics could not be written. Earlier commits are intact."""
 

@@ -102,19 +102,25 @@ def _callback_words(frames: Sequence[tuple[Any, ...]], last: str) -> str:
 
 
 def describe_out_of_memory(error: BaseException) -> tuple[int, str] | None:
-    """A device, or this process, without memory during the run: a program other than the planned step, or one for
-    which the plan knew no limit."""
+    """A device, or this process, without memory: a program other than the step, or a step that a user's script runs.
+    `plan.fit_check.out_of_memory` describes the step of a run."""
     if not is_exhausted(error):
         return None
-    text = str(error)
-    size = re.search(r"(\d+) bytes", text)
-    needed = f": {format_bytes(int(size[1]))} more are needed" if size else ""
     return ExitCode.FAILED, (
-        f"out of memory{needed} ({type(error).__name__}: {(text.strip().splitlines() or [''])[0][:300]}).\n"
+        f"{exhausted_memory(error)}\n"
         "The state, a batch and everything that a step computes have to fit into the memory of each device. Lower "
         "batch_size, set microbatches or remat, or shard over more devices (mesh.fsdp). spmdkit plan CONFIG shows what "
         "a step needs."
     )
+
+
+def exhausted_memory(error: BaseException) -> str:
+    """Returns the first sentence about an exception of exhausted memory: the requested bytes, and JAX's text."""
+    text = str(error)
+    size = re.search(r"(\d+) bytes", text)
+    needed = f": {format_bytes(int(size[1]))} more are needed" if size else ""
+    first = (text.strip().splitlines() or [""])[0][:300].rstrip(".")
+    return f"out of memory{needed} ({type(error).__name__}: {first})."
 
 
 def is_runtime(file: str) -> bool:

@@ -20,8 +20,9 @@ import jax
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
+from spmdkit.faults.error_mapping import exhausted_memory
 from spmdkit.foundation.files import write_json
-from spmdkit.foundation.formatting import format_bytes
+from spmdkit.foundation.formatting import format_bytes, shown_source
 from spmdkit.foundation.timeouts import PLAN_CLOSE_S
 from spmdkit.plan.machine.target import target_of
 from spmdkit.program.auto import REMATS, microbatch_counts
@@ -31,6 +32,8 @@ from spmdkit.program.program import Program
 GIVE_WAY_S = 0.0002
 """Switch interval of the interpreter while the plan is written. With Python's 5 ms a step of 0.7 ms took 5.7 ms, with
 this 0.9 ms (jitted product of 256 x 256, two busy CPU cores, 2026-11-22)."""
+LESS = 0.75
+"""After exhausted memory: the largest share of the step's bytes that a suggested change needs."""
 
 
 def common_limit(cluster: Cluster) -> int | None:
@@ -87,6 +90,36 @@ def check_start(program: Program, cluster: Cluster, directory: Path, limit_bytes
     over_budget = lambda: _over_budget(program, cluster, directory) if cluster.is_main else ""
     if program.config.budget is not None and (problem := cluster.first_problem("budget", over_budget)):
         raise ConfigError(problem)
+
+
+def out_of_memory(program: Program, error: BaseException, is_alone: bool) -> str:
+    """Returns the message for a run that exhausts its memory: the required bytes, the largest buffers with their lines,
+    and for a single process the nearest change that lowers the requirement to `LESS`.
+
+    The check of the start has accepted the step, so the limit is unknown: another process uses the device, its memory
+    is fragmented, or another program (an evaluation, a hook) runs as well.
+    """
+    from spmdkit.plan.hlo.source import text_of
+    from spmdkit.plan.hlo.text import parse
+    from spmdkit.plan.memory import read_memory
+
+    memory = read_memory(program, parse(program.compiled.as_text() or ""))
+    parts = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+    buffers = [
+        f"  {format_bytes(b.bytes)} {b.shape}  {shown_source(b.source)}  {text_of(b.source)[:80]}".rstrip()
+        for b in memory.live[:3]
+    ]
+    nearest = nearest_that_fits(program, int(memory.peak_bytes * LESS)) if is_alone else None
+    hint = f"Try {nearest}" if nearest else "Lower batch_size, or shard over more devices (mesh.fsdp)"
+    return "\n".join(
+        [
+            exhausted_memory(error),
+            f"A training step needs {format_bytes(memory.peak_bytes)} of each device: {listed}. The largest buffers:",
+            *buffers,
+            f"{hint}. spmdkit plan CONFIG lists what a step needs.",
+        ]
+    )
 
 
 def nearest_that_fits(program: Program, limit_bytes: int | None, most: int = 5) -> str | None:

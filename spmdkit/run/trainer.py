@@ -8,13 +8,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+import jax
+
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config
 from spmdkit.data import DeviceBatches
-from spmdkit.errors import Preempted
+from spmdkit.errors import OutOfMemoryError, Preempted
 from spmdkit.faults.error_mapping import callbacks_that_raise
 from spmdkit.foundation import phase, plugins
-from spmdkit.plan.fit_check import check_start, start_plan_thread
+from spmdkit.foundation.exhausted_memory import is_exhausted
+from spmdkit.plan.fit_check import check_start, out_of_memory, start_plan_thread
 from spmdkit.program import allocator, saved_step
 from spmdkit.program.compile_cache import Programs
 from spmdkit.program.program import Program
@@ -89,7 +92,13 @@ class SpmdTrainer:
 
     def train(self, run: Run, state: TrainState) -> tuple[TrainState, Stop | None]:
         assert run.batches is not None
-        state, stopped = run_steps(run, state, run.batches)
+        try:
+            state, stopped = run_steps(run, state, run.batches)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_exhausted(error):
+                raise
+            with phase.during("compile"):
+                raise OutOfMemoryError(out_of_memory(run.program, error, run.cluster.num_processes == 1)) from error
         if run.step == run.config.num_steps:
             self._wait_for_plan()
         return state, stopped

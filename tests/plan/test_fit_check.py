@@ -1,6 +1,7 @@
 """Before a run begins its step is compiled and checked, on every process alike. The plan of a run never ends it."""
 
 import json
+import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -8,7 +9,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from spmdkit.errors import ConfigError
+from spmdkit.errors import ConfigError, OutOfMemoryError
+from spmdkit.foundation.formatting import format_bytes
 from spmdkit.plan import document, fit_check
 from spmdkit.plan.command import make_plan
 from spmdkit.program import memory
@@ -110,3 +112,24 @@ def test_a_problem_of_another_process_ends_this_one(tmp_path):
         fit_check.check_state(program, cluster, None)
     with pytest.raises(ConfigError, match=r"memory of process 3 spmdkit plan CONFIG shows"):
         fit_check.check_start(program, cluster, tmp_path, None)
+
+
+def test_exhausted_memory_of_a_run_lists_the_largest_buffers(tmp_path, monkeypatch):
+    step = Program.step
+
+    def exhausted(self, state, batch):
+        if int(state.step):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Failed to allocate 98697216 bytes for new constant")
+        return step(self, state, batch)
+
+    monkeypatch.setattr(Program, "step", exhausted)
+    settings = config(run_dir=str(tmp_path), mesh={"data": 8}, batch_size=4096)
+    with pytest.raises(OutOfMemoryError) as caught:
+        train(settings)
+    message, code = str(caught.value), caught.value.exit_code
+    assert code == 70 and message.startswith("out of memory: 94.1 MiB more are needed (JaxRuntimeError: INTERNAL: F")
+    needed = re.search(r"A training step needs ([\d.]+ [KM]iB) of each device: (\w+ .*)\. The largest", message)
+    assert needed and needed[1] == format_bytes(make_plan(settings)["memory"]["peak_bytes"])
+    assert re.search(r"^  [\d.]+ [KM]iB f32\[.*\]  \S+\.py:\d+  \S", message, re.M), message
+    assert re.search(r"\nTry microbatches: \d \(", message) and len(message.splitlines()) <= 7
+    assert [e["code"] for e in events(tmp_path) if e["event"] == "fault"] == [70]
