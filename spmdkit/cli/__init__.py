@@ -16,7 +16,7 @@ import typer
 
 from spmdkit.cli import bench, checkpoint, launch
 from spmdkit.cli.checkpoint import echo
-from spmdkit.cli.options import AsJson, ConfigPath, Overrides, one_state
+from spmdkit.cli.options import AsJson, Commands, ConfigPath, Overrides, one_state
 from spmdkit.faults import run_process
 from spmdkit.foundation.formatting import visible
 from spmdkit.foundation.json_output import print_json
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Functional SPMD training on JAX: pure functions, parallelism from a config file.",
+    cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-config_app = typer.Typer(help="Check, show and describe configs.", no_args_is_help=True)
+config_app = typer.Typer(cls=Commands, help="Check, show and describe configs.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.json_output import reserve_stdout
@@ -25,6 +26,28 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides with dotted keys.", show_default=False)
 ]
+
+
+class Commands(typer.core.TyperGroup):
+    """A group of commands that refuses `--steps 5` with the form of an override, `steps=5`."""
+
+    def resolve_command(self, context: Any, args: list[str]) -> Any:
+        """Returns (name, command, the arguments after it)."""
+        name, command, rest = super().resolve_command(context, args)
+        parameters = [] if command is None else command.params
+        if any(p.name == "overrides" for p in parameters):
+            known = {flag for p in parameters for flag in p.opts}
+            for word, after in zip(rest, [*rest[1:], ""], strict=True):
+                flag, equals, value = word.partition("=")
+                key = flag[2:].replace("-", "_")
+                if word == "--" or not flag.startswith("--") or flag in known:
+                    continue
+                from spmdkit.config.settings import Settings
+
+                if key.split(".")[0] in Settings.model_fields:
+                    value = value if equals else after if not after.startswith("-") else "..."
+                    context.fail(f"No such option: {flag}. Settings of a config are set as {key}={value or '...'}")
+        return name, command, rest
 
 
 def one_state(step: int | None, best: bool, initial: bool, command: str) -> None:

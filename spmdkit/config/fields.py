@@ -157,6 +157,16 @@ def _fake_cpus(value: str) -> str:
     return f"cpu:{count}"
 
 
+def _no_accelerator(value: Any) -> Any:
+    if isinstance(value, str) and (named := re.fullmatch(r"(gpu|cuda|rocm|tpu)s?:?(\d{0,4})", value.lower())):
+        indices = list(range(int(named[2] or 0)))[:8]
+        raise InvalidValue(
+            "auto (all accelerators of a machine), or a list of local device indices",
+            str(indices) if indices else "auto",
+        )
+    return value
+
+
 def _no_float16(value: Any) -> Any:
     if value == "float16":
         raise InvalidValue(
@@ -207,6 +217,7 @@ Devices = Annotated[
     Literal["auto"]
     | Annotated[str, Field(pattern="^cpu:"), AfterValidator(_fake_cpus)]
     | Annotated[list[Index], Field(min_length=1), AfterValidator(_distinct)],
+    BeforeValidator(_no_accelerator),
     expects("auto, cpu:N or a list of local device indices", "cpu:8", ("auto", "cpu:8")),
 ]
 

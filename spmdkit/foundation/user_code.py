@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import linecache
 import os
 import re
 import sys
@@ -70,7 +71,8 @@ def call_user(fn: Callable[[], T], what: str, is_model: bool = True) -> T:
         library = _refused_by(error) if frame and is_model else None
         if frame is None or library is None:
             repair = f"\n{_repair(error, what)}" if isinstance(error, jax.errors.JAXTypeError) and not is_model else ""
-            raise UserCodeError(f"{what} raised {type(error).__name__}{where}: {shortened(error)}{repair}") from error
+            text = f"{shortened(error)}{_known_keys(error)}{repair}"
+            raise UserCodeError(f"{what} raised {type(error).__name__}{where}: {text}") from error
         if library == "spmdkit":
             raise ConfigError(f"{what}: {shortened(error)}{_shown(frame)}") from error
         raise ConfigError(
@@ -102,6 +104,24 @@ def shortened(error: BaseException) -> str:
     notes = ("The error occurred while tracing", "See https:")
     text = "\n".join(line for line in text.splitlines() if not line.startswith(notes)) or "it gave no reason"
     return text if len(text) <= _LONGEST_CAUSE else f"{text[:_LONGEST_CAUSE]} ..."
+
+
+def _known_keys(error: BaseException) -> str:
+    """Returns a sentence with the keys of the mapping that lacks the key of a KeyError; empty if it is not known."""
+    if not isinstance(error, KeyError) or len(error.args) != 1:
+        return ""
+    frames = zip(traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__), strict=True)
+    users = [(frame, summary) for (frame, _), summary in frames if not _is_library(summary.filename)]
+    if not users:
+        return ""
+    frame, at = users[-1]
+    line = linecache.getline(at.filename, at.lineno or 0).encode()[at.colno or 0 :]
+    words = set(re.findall(r"\w+", line[: line.find(b"[") + 1].decode(errors="replace")))
+    return "".join(
+        f". {name} has the keys {', '.join(map(repr, list(value)[:12]))}"
+        for name, value in frame.f_locals.items()
+        if name in words and isinstance(value, Mapping) and value and error.args[0] not in value
+    )
 
 
 def _refused_by(error: BaseException) -> str | None:

@@ -41,6 +41,11 @@ TRAINED = {
 TYPER = {
     "unknown command": (("trian", "run.yaml"), "No such command 'trian'"),
     "unknown option": (("train", "--fast", "run.yaml"), "No such option: --fast"),
+    "a setting as an option": (
+        ("train", "run.yaml", "--batch-size", "16"),
+        "No such option: --batch-size. Settings of a config are set as batch_size=16",
+    ),
+    "a setting of a section as an option": (("config", "show", "run.yaml", "--mesh.data=2"), "are set as mesh.data=2"),
     "no config": (("train",), "Missing argument 'CONFIG'"),
     "a step that is no number": (("checkpoint", "inspect", "run", "--step", "last"), "Invalid value for '--step'"),
 }
@@ -64,6 +69,12 @@ def test_a_command_where_something_was_trained(name, folder):
 def test_a_command_that_does_not_exist(name, empty):
     command, assert_parts = TYPER[name]
     empty.fails(2, Parts(found=assert_parts, repair="Try 'spmdkit"), command=command)
+
+
+@pytest.mark.parametrize("command", [(), ("train",), ("checkpoint", "ls"), ("launch",)])
+def test_h_is_help(command, empty, capfd):
+    assert empty.leaves(*command, "-h") == 0
+    assert f"Usage: spmdkit {' '.join(command)}".strip() in capfd.readouterr().out
 
 
 def test_the_version_is_printed(empty, capfd):

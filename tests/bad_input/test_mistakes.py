@@ -77,6 +77,7 @@ INIT = {
 LOSS = {
     "arity": Case(Parts(requested="called as loss_fn(params, batch, key)", found="defined as loss_fn(params, batch)", rule="3 positional", repair="def loss_fn(params, batch, key)"), "def loss_fn(params, batch): return sk.mean(batch['x'])"),
     "arity with model state": Case(Parts(requested="called as loss_fn(params, state, batch, key)", found="defined as loss_fn(params, batch, key)", rule="4 positional", repair="def loss_fn(params, state, batch, key)"), STATEFUL),
+    "a key that the batch lacks": Case(Parts(requested="loss_fn raised KeyError at", found="'features'", rule="batch has the keys 'x', 'y'"), "def loss_fn(params, batch, key): return sk.mean(batch['features'] @ params['w'])", exit=70),
     "returns nothing": Case(Parts(found="loss_fn returned None as its loss", rule=("sk.mean(...) or (sk.mean(...), metrics)", "uneven replicas"), repair="sk.mean(per_example_loss)"), "def loss_fn(params, batch, key): pass"),
     "returns a number": Case(Parts(found="loss_fn returned float32[] as its loss", rule=("sk.mean(...) or (sk.mean(...), metrics)", "uneven replicas"), repair="sk.mean(per_example_loss)"), "def loss_fn(params, batch, key): return jnp.mean((batch['x'] @ params['w']) ** 2)"),
     "returns a tuple of three": Case(Parts(found="a tuple of 3 (an sk.mean of shape (), dict, dict)", rule="sk.mean(...)", repair=("third value", "a state from init")), "def loss_fn(params, batch, key): return sk.mean(batch['x'] @ params['w']), {}, {}"),

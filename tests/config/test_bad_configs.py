@@ -31,6 +31,8 @@ BAD = {
     "section without value": ("checkpoint:", ":2:", "checkpoint has no value.", "Write one after it, or null, or remove the key."),
     "two -1": ("mesh: {data: -1, fsdp: -1}", ":2: mesh.fsdp:", "is -1, and so is mesh.data.", "At most one axis can be -1", "Give one a number."),
     "cpu:0": ("devices: cpu:0", ":2: devices:", "cpu:N with N from 1 to", "found 'cpu:0' (text)", "Try devices: cpu:8."),
+    "devices: gpu:2": ("devices: gpu:2", ":2: devices:", "auto (all accelerators", "local device indices", "found 'gpu:2' (text)", "Try devices: [0, 1]."),
+    "devices: cuda": ("devices: cuda", ":2: devices:", "auto (all accelerators", "found 'cuda' (text)", "Try devices: auto."),
     "device twice": ("devices: [0, 0]", ":2: devices:", "a list that names each only once", "found [0, 0] (a list)", "Try devices: cpu:8."),
     "rule that is no pair": ("layout:\n  rules:\n    - [a, [null]]\n    - [b]", ":5: layout.rules[1]:", "a pair [regular expression", "found ['b'] (a list)", "Try rules: [[\"blocks/.*/kernel\", [\"embed\", \"mlp\"]]]."),
     "rule with a bad pattern": ("layout: {rules: [[\"a(\", [null]]]}", ":2: layout.rules[0]:", "a regular expression (missing ), unterminated", "found ['a(', [null]] (a list)", "Try rules: [[\"blocks/.*/kernel\", [\"embed\", \"mlp\"]]]."),
