@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +38,7 @@ class Commands(typer.core.TyperGroup):
         parameters = [] if command is None else command.params
         if any(p.name == "overrides" for p in parameters):
             known = {flag for p in parameters for flag in p.opts}
-            for word, after in zip(rest, [*rest[1:], ""], strict=True):
+            for word, after in itertools.pairwise([*rest, ""]):
                 flag, equals, value = word.partition("=")
                 key = flag[2:].replace("-", "_")
                 if word == "--" or not flag.startswith("--") or flag in known:
