@@ -428,11 +428,23 @@ def config_check(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @config_app.command("show", epilog="Example: spmdkit config show configs/linear_regression.yaml steps=50")
-def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
+def config_show(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    origin: Annotated[
+        bool, typer.Option("--origin", help="Print each setting as key=value, with the file and line that set it.")
+    ] = False,
+) -> None:
     """Print the resolved config with every default."""
-    from spmdkit.config import to_yaml
+    from spmdkit.config import origins, to_yaml
 
-    print(to_yaml(_load(config, overrides)), end="")
+    loaded = _load(config, overrides)
+    if not origin:
+        print(to_yaml(loaded), end="")
+        return
+    rows = origins(loaded)
+    width = min(60, max(len(text) for text, _ in rows))
+    echo("\n".join(f"{text:{width}}  # {place}" for text, place in rows))
 
 
 @config_app.command("schema", epilog="Example: spmdkit config schema > schema.json")

@@ -1,10 +1,10 @@
 """The config of a run.
 
-Input: YAML or Python values. Output: one validated, frozen `Config`.
+Input: YAML, JSON, TOML or Python values. Output: one validated, frozen `Config`.
 
 fields.py field types · sections.py, settings.py and retention.py settings · rules.py combinations of settings ·
-schema.py `Config` · optimizer.py optax by name · source.py YAML with line numbers · overrides.py key=value ·
-problems.py and wording.py messages · load.py · show.py · task.py
+schema.py `Config` · optimizer.py optax by name · source.py files with line numbers · inheritance.py `base` ·
+overrides.py key=value · problems.py and wording.py messages · load.py · show.py · task.py
 """
 
 from spmdkit.config.load import load_config as load_config, parse_config as parse_config, replace_keys as replace_keys
@@ -30,4 +30,9 @@ from spmdkit.config.sections import (
     RematNames as RematNames,
     StateGroup as StateGroup,
 )
-from spmdkit.config.show import json_schema as json_schema, to_short_yaml as to_short_yaml, to_yaml as to_yaml
+from spmdkit.config.show import (
+    json_schema as json_schema,
+    origins as origins,
+    to_short_yaml as to_short_yaml,
+    to_yaml as to_yaml,
+)

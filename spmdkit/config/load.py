@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from spmdkit.config import inheritance
 from spmdkit.config import overrides as override
-from spmdkit.config import source as yaml_source
 from spmdkit.config.problems import KeyPath, Location, Origin, key_path, show
 from spmdkit.config.schema import Config
 from spmdkit.errors import ConfigError
@@ -16,15 +16,15 @@ from spmdkit.foundation import redact
 
 
 def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
-    """Returns the checked config of a YAML file, with `key=value` overrides applied.
+    """Returns the checked config of a YAML, JSON or TOML file and its `base`, with `key=value` overrides applied.
 
     Raises:
         ConfigError: the config is invalid; one message lists all problems with file and line.
     """
     name = os.fspath(path)
     file = Path(os.path.abspath(name))
-    document = override.apply(yaml_source.read_file(file, name), overrides)
-    return parse_config(document.value, source=file, name=name, positions=document.places)
+    document = override.apply(inheritance.read(file, name), overrides)
+    return parse_config(document.value, file, document.places, name, document.references)
 
 
 def parse_config(
@@ -32,6 +32,7 @@ def parse_config(
     source: str | os.PathLike[str] | None = None,
     positions: Mapping[KeyPath, Location] | None = None,
     name: str | None = None,
+    references: Mapping[KeyPath, str] | None = None,
 ) -> Config:
     """Returns the checked config of plain values.
 
@@ -40,6 +41,7 @@ def parse_config(
         source: the file of these values; relative paths start at its folder. None: the current folder.
         positions: the position of each key, for messages.
         name: the file name in messages; default: `source`.
+        references: the text of values with `${env:NAME}`, for the config.yaml of a run.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(
@@ -48,7 +50,9 @@ def parse_config(
     file = None if source is None else Path(os.path.abspath(source))
     shown = name if name is not None else "" if source is None else os.fspath(source)
     redact.register_secrets(mapping)
-    return Config.model_validate(dict(mapping), context=Origin(file, shown, dict(positions or {})))
+    return Config.model_validate(
+        dict(mapping), context=Origin(file, shown, dict(positions or {}), dict(references or {}))
+    )
 
 
 def replace_keys(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -65,7 +69,8 @@ def replace_keys(config: Config, changes: Mapping[str, Any]) -> Config:
             inner = inner[part]
         inner[last] = new
     origin = config._origin
-    positions = {
-        p: place for p, place in origin.places.items() if not any(p[: len(key_path(k))] == key_path(k) for k in changes)
-    }
-    return parse_config(values, source=origin.file, positions=positions, name=origin.name)
+    changed = [key_path(key) for key in changes]
+    is_kept: Callable[[KeyPath], bool] = lambda path: not any(path[: len(key)] == key for key in changed)
+    places = {path: place for path, place in origin.places.items() if is_kept(path)}
+    references = {path: text for path, text in origin.references.items() if is_kept(path)}
+    return parse_config(values, origin.file, places, origin.name, references)

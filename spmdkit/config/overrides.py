@@ -19,20 +19,22 @@ def apply(document: source.Document, overrides: Iterable[str]) -> source.Documen
     Raises:
         ConfigError: no `=`, an empty key, a value that is not YAML, or a key inside a value that is not a mapping.
     """
-    value, places = copy.deepcopy(document.value), dict(document.places)
+    value, places, references = copy.deepcopy(document.value), dict(document.places), dict(document.references)
     for text in overrides:
-        path, new, inner = _parse(text)
+        path, new = _parse(text)
         place = Location(f"override {_shown(text)}", 0)
-        _set(value, path, new, place)
-        for old in [p for p in places if p[: len(path)] == path]:
-            del places[old]
+        _set(value, path, new.value, place)
+        for known in (places, references):
+            for old in [p for p in known if p[: len(path)] == path]:
+                del known[old]
         for end in range(1, len(path) + 1):
             places.setdefault(path[:end], place)
-        places.update({(*path, *p): place for p in inner})
-    return source.Document(value, places)
+        places.update({(*path, *p): place for p in new.places})
+        references.update({(*path, *p): reference for p, reference in new.references.items()})
+    return source.Document(value, places, references)
 
 
-def _parse(text: str) -> tuple[KeyPath, Any, Iterable[KeyPath]]:
+def _parse(text: str) -> tuple[KeyPath, source.Document]:
     key, equals, raw = text.partition("=")
     where = f"override {_shown(text)}"
     if not equals:
@@ -43,7 +45,7 @@ def _parse(text: str) -> tuple[KeyPath, Any, Iterable[KeyPath]]:
     parsed = source.parse(raw, lambda _line: Location(where, 0), where)
     if parsed.value is None and not raw.strip():
         raise ConfigError(f"{where}: {dotted(path)} has no value. Write one after `=`, or {key}=null.")
-    return path, parsed.value, parsed.places
+    return path, parsed
 
 
 def _set(value: dict[Any, Any], path: KeyPath, new: Any, place: Location) -> None:

@@ -33,11 +33,13 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a config. `file` is absolute, `name` as the user wrote it. Both are unset for Python values."""
+    """The origin of a config. `file` is absolute, `name` as the user wrote it. Both are unset for Python values.
+    `references`: the text of values with `${env:NAME}`."""
 
     file: Path | None = None
     name: str = ""
     places: Mapping[KeyPath, Location] = field(default_factory=lambda: MappingProxyType({}))
+    references: Mapping[KeyPath, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def place(self, path: KeyPath) -> Location:
         """Returns the position of the key, or of the nearest enclosing mapping with a position."""

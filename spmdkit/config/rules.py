@@ -26,6 +26,7 @@ MAX_DEPTH = 32
 def check(config: Settings, folder: Path) -> list[Problem]:
     """Returns the problems between individually valid fields of a config. `folder` is the base of relative paths."""
     rules = (
+        _references,
         _task,
         _init_from,
         _length,
@@ -42,6 +43,19 @@ def check(config: Settings, folder: Path) -> list[Problem]:
         _combinations,
     )
     return [*run_dir.problems(config, folder), *(problem for rule in rules for problem in rule(config))]
+
+
+def _references(config: Settings) -> Iterator[Problem]:
+    """Rejects `${` in values of Python; those of files are replaced when the file is read."""
+    yield from _unresolved(config.model_dump(exclude_defaults=True), ())
+
+
+def _unresolved(value: Any, path: KeyPath) -> Iterator[Problem]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in inner if len(path) < MAX_DEPTH else ():
+        yield from _unresolved(item, (*path, key if isinstance(key, int) and not isinstance(value, dict) else str(key)))
+    if isinstance(value, str) and "${" in value:
+        yield Problem(path, f"{show(value)}: ${{env:NAME}} is replaced in files. In Python write os.environ['NAME'].")
 
 
 def _task(config: Settings) -> Iterator[Problem]:

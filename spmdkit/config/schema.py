@@ -7,6 +7,7 @@ with every problem.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pydantic import ModelWrapValidatorHandler, ValidationError, ValidationInfo,
 
 from spmdkit.config import problems, rules, wording
 from spmdkit.config.settings import Settings
+from spmdkit.config.source import REFERENCE
 from spmdkit.config.task import split_reference
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import name_axes
@@ -74,6 +76,11 @@ class Config(Settings):
         """Returns (absolute path of the .py file, name) or (module, name) of the task, without opening or importing
         it."""
         return split_reference(self.task, self.folder, self.where("task"))
+
+    def variables(self) -> dict[str, str | None]:
+        """Returns the environment variables that the config refers to, with their values; None: the default."""
+        found = [REFERENCE.finditer(text) for text in self._origin.references.values()]
+        return {name: os.environ.get(name) for name in sorted({m["name"] for matches in found for m in matches})}
 
     def where(self, key: str) -> str:
         """Returns the start of a message about a dotted key: `configs/gpt.yaml:12: mesh.data`."""

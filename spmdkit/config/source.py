@@ -1,21 +1,28 @@
-"""Parses YAML text into plain values, with the position of every key. It cannot run code.
+"""Parses YAML, JSON and TOML text into plain values, with the position of every key. It cannot run code.
 
 The format is the core schema of YAML 1.2: only true and false are booleans (`off` and `yes` are text), `1e-3` is a
 number, `012` is twelve. Rejected, with the line: anchors and aliases (a few lines can expand to gigabytes), tags
-(`!!python/...`), duplicate keys, keys without a value, several documents, deep nesting, large files.
+(`!!python/...`), duplicate keys, keys without a value, several documents, deep nesting, large files. JSON is a subset.
+
+`${env:NAME}` and `${env:NAME:default}` in a value are replaced by the environment variable. A value that is only a
+reference has the type of its text: with LR=3e-3, `learning_rate: ${env:LR}` is a number. Any other `${` is rejected.
 """
 
 from __future__ import annotations
 
+import datetime
+import os
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from spmdkit.config.problems import KeyPath, Location, dotted, show
+from spmdkit.config.problems import KeyPath, Location, Origin, dotted, show
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import redact
 from spmdkit.foundation.formatting import nearest
 
 MAX_BYTES = 2**20
@@ -36,11 +43,16 @@ PLAIN: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
 """Type -> (its unquoted form, its value), in order of precedence; everything else is text. Also used by `show.py`."""
 
 
+SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+REFERENCE = re.compile(r"\$\{env:(?P<name>[A-Za-z_]\w*)(?::(?P<default>[^${}]*))?\}", re.ASCII)
+
+
 class Document(NamedTuple):
-    """Plain values, and the position of every key and list item."""
+    """Plain values, the position of every key and list item, and the text of values with `${env:NAME}`."""
 
     value: Any
     places: dict[KeyPath, Location]
+    references: dict[KeyPath, str]
 
 
 class _Refused(Exception):
@@ -50,10 +62,10 @@ class _Refused(Exception):
 
 
 def read_file(path: Path, name: str) -> Document:
-    """Returns the values of the YAML file; `name` is the path as the user wrote it, for messages.
+    """Returns the values of the file; `name` is the path as the user wrote it, for messages.
 
     Raises:
-        ConfigError: the file is missing, not readable, larger than 1 MiB, not UTF-8, or not one YAML mapping.
+        ConfigError: the file is missing, not readable, larger than 1 MiB, not UTF-8, or not one mapping.
     """
     try:
         if not path.is_file():
@@ -71,7 +83,11 @@ def read_file(path: Path, name: str) -> Document:
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name!r}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    document = parse(text, lambda line: Location(f"{name}:{line}", line), name)
+    place = lambda line: Location(f"{name}:{line}", line)
+    if path.suffix == ".toml":
+        document = _parse_toml(text, place, name)
+    else:  # JSON may be indented by tabs
+        document = parse(text.replace("\t", " ") if path.suffix == ".json" else text, place, name)
     if document.value is None:
         raise ConfigError(f"{name}: is empty. A config needs at least one line: `task: my_task.py:task`.")
     if not isinstance(document.value, dict):
@@ -89,16 +105,16 @@ def _no_file(path: Path) -> str:
         return "is no regular file; a config is a YAML file."
     if not path.parent.is_dir():
         return f"no such file, and no folder {path.parent}. Check the path."
-    near = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+    near = sorted(p.name for p in path.parent.iterdir() if p.suffix in SUFFIXES)
     hint = nearest(path.name, near) or (f" {path.parent} holds {', '.join(near[:5])}." if near else "")
-    return f"no such file.{hint} CONFIG is the path of a YAML file."
+    return f"no such file.{hint} CONFIG is the path of a YAML, JSON or TOML file."
 
 
 def parse(text: str, place: Callable[[int], Location], name: str) -> Document:
     """Returns the values of YAML text. `place(line)` returns the Location of a line (from 1)."""
     walk = _Reader(text, place)
     try:
-        return Document(walk.document(), walk.places)
+        return Document(walk.document(), walk.places, walk.references)
     except _Refused as error:
         raise ConfigError(f"{place(error.line).where}: {error}") from None
     except yaml.reader.ReaderError as error:
@@ -124,6 +140,7 @@ class _Reader:
 
     def __init__(self, text: str, place: Callable[[int], Location]) -> None:
         self.places: dict[KeyPath, Location] = {}
+        self.references: dict[KeyPath, str] = {}
         self._place = place
         self._num_values = 0
         self._text = text
@@ -150,7 +167,20 @@ class _Reader:
         if event.value == "" and event.style is None:
             what = dotted(path) or "the config"
             raise _Refused(event, f"{what} has no value. Write one after it, or null, or remove the key.")
-        return _scalar(event)
+        if "${" in event.value:
+            self.references[path] = event.value
+            return self._resolved(event, path)
+        return event.value if event.style is not None else self._plain(event, event.value)
+
+    def _resolved(self, event: Any, path: KeyPath) -> Any:
+        text = resolve(event.value, lambda problem: _Refused(event, f"{dotted(path) or 'the value'}: {problem}"))
+        return self._plain(event, text) if REFERENCE.fullmatch(event.value) else text
+
+    def _plain(self, event: Any, text: str) -> Any:
+        try:
+            return plain(text)
+        except ValueError as error:
+            raise _Refused(event, str(error)) from None
 
     def _placed(self, begin: Any, event: Any, path: KeyPath) -> Any:
         self.places[path] = self._place(begin.start_mark.line + 1)
@@ -162,7 +192,7 @@ class _Reader:
             self._bounds(event, path)
             if not isinstance(event, yaml.ScalarEvent):
                 raise _Refused(event, "a key is a list or a mapping; keys are plain text. Write `key: value`.")
-            key = _scalar(event)
+            key = event.value if event.style is not None else self._plain(event, event.value)
             inner = (*path, str(key))
             if key in values:
                 first = self.places[inner].line or 1  # an override is a single line
@@ -188,14 +218,87 @@ class _Reader:
             raise _Refused(event, f"nested more than {MAX_DEPTH} deep. Write it flatter.")
 
 
-def _scalar(event: yaml.ScalarEvent) -> Any:
-    if event.style is not None:
-        return event.value
+def plain(text: str) -> Any:
+    """Returns the value of unquoted text. Raises ValueError for a very long number."""
     for kind, (pattern, convert) in PLAIN.items():
-        if pattern.match(event.value):
-            if kind in ("int", "float") and len(event.value) > MAX_DIGITS:
-                raise _Refused(
-                    event, f"a number with {len(event.value)} digits. No setting needs more than {MAX_DIGITS}."
-                )
-            return convert(event.value)
-    return event.value
+        if pattern.match(text):
+            if kind in ("int", "float") and len(text) > MAX_DIGITS:
+                raise ValueError(f"a number with {len(text)} digits. No setting needs more than {MAX_DIGITS}.")
+            return convert(text)
+    return text
+
+
+def resolve(text: str, error: Callable[[str], Exception]) -> str:
+    """Returns text with its references replaced by environment variables, which the output of a run masks.
+
+    Raises:
+        error(problem): a variable is not set and has no default, or the text has another `${`.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        name, default = found["name"], found["default"]
+        if name in os.environ:
+            redact.register_variable(os.environ[name])
+        elif default is None:
+            raise error(f"the environment has no variable {name}. Set it, or write a default: ${{env:{name}:VALUE}}.")
+        return os.environ.get(name, default)
+
+    if wrong := reference_problem(REFERENCE.sub("", text)):
+        raise error(wrong)
+    return REFERENCE.sub(value, text)
+
+
+def reference_problem(text: str) -> str:
+    """Returns why a `${` is rejected; an empty string for text without one."""
+    found = re.search(r"\$\{(?:([A-Za-z_]\w*)(?=\}|\Z))?[^}]{0,60}\}?", text)
+    if found is None:
+        return ""
+    return (
+        f"{show(found[0])}: only ${{env:NAME}} and ${{env:NAME:default}} are replaced, and any other ${{ is rejected. "
+        f"Write ${{env:{found[1] or 'NAME'}}}."
+    )
+
+
+# ---- TOML ------------------------------------------------------------------------------------------------------------
+
+_HEADER = re.compile(r"\s*\[\s*([\w.\-]+)\s*\]")
+_ENTRY = re.compile(r"\s*([\w.\-]+)\s*=")
+
+
+def _parse_toml(text: str, place: Callable[[int], Location], name: str) -> Document:
+    """Returns the values of TOML text. `tomllib` reports no positions: the lines of headers and bare keys are known."""
+    try:
+        values = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        line = re.search(r"at line (\d+)", str(error))
+        where = place(int(line[1])).where if line else name
+        problem = re.sub(r" \(at .*\)$", "", str(error))
+        raise ConfigError(f"{where}: not TOML: {problem}. Write `key = value`, with text in quotes.") from None
+    places, section = dict[KeyPath, Location](), KeyPath()
+    for number, line_text in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line_text):
+            section = tuple(header[1].split("."))
+        entry = _ENTRY.match(line_text)
+        path = (*section, *(entry[1].split(".") if entry else ()))
+        if header or entry:
+            for end in range(1, len(path) + 1):
+                places.setdefault(path[:end], place(number))
+    references = dict[KeyPath, str]()
+    origin = Origin(name=name, places=places)
+    return Document(_toml_value(values, (), references, origin.where), places, references)
+
+
+def _toml_value(value: Any, path: KeyPath, references: dict[KeyPath, str], where: Callable[[KeyPath], str]) -> Any:
+    if len(path) >= MAX_DEPTH:
+        raise ConfigError(f"{where(path[:1])}: nested more than {MAX_DEPTH} deep. Write it flatter.")
+    if isinstance(value, dict):
+        return {key: _toml_value(inner, (*path, key), references, where) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_toml_value(inner, (*path, i), references, where) for i, inner in enumerate(value)]
+    if isinstance(value, (datetime.date, datetime.time)):
+        return str(value)
+    if isinstance(value, str) and "${" in value:
+        references[path] = value
+        text = resolve(value, lambda problem: ConfigError(f"{where(path)}: {problem}"))
+        return plain(text) if REFERENCE.fullmatch(value) else text
+    return value

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,16 +88,27 @@ def register_secrets(value: Any, name: str = "", depth: int = 0) -> None:
         _known.add(value)
 
 
+def register_variable(value: str) -> None:
+    """Registers the value of an environment variable that a config refers to. Numbers and existing paths are no
+    secrets."""
+    is_number = re.fullmatch(r"[-+.\d]+(?:[eE][-+]?\d+)?", value) is not None
+    if len(value) >= MIN_LENGTH and not is_number and not os.path.exists(value):
+        _known.add(value)
+
+
 def register_command_secrets(words: Sequence[str], files: bool = True) -> None:
-    """Registers the secrets in a command's `key=value` arguments and, with `files`, in its readable YAML files."""
+    """Registers the secrets in a command's `key=value` arguments and, with `files`, in its readable config files."""
     import yaml  # takes 20 ms
 
     for word in words:
         key, equals, text = word.partition("=")
         with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
-            if not equals and not (files and word.endswith((".yaml", ".yml"))):
+            if not equals and not (files and word.endswith((".yaml", ".yml", ".json", ".toml"))):
                 continue
             text = text if equals else Path(word).read_text()[:MAX_CONFIG_BYTES]
+            if word.endswith(".toml"):
+                register_secrets(tomllib.loads(text))
+                continue
             if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # its length is unbounded
                 register_secrets(yaml.safe_load(text), key if equals else "")
 

@@ -41,7 +41,8 @@ class Reporter:
         self.throughput = metrics.Throughput(config.largest_batch, self._clock)
         if not self._is_main:
             return
-        files.write_text(run.directory / "config.yaml", to_yaml(config, absolute_paths=True, hide_secrets=True))
+        text = to_yaml(config, absolute_paths=True, hide_secrets=True, keep_references=True)
+        files.write_text(run.directory / "config.yaml", text)
         files.write_json(run.directory / "environment.json", self.environment)
         stack.callback(self.trackers.close)
         for tracker in self._chosen:

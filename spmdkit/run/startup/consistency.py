@@ -11,6 +11,7 @@ If processes differ, all exit with 78 and a message that names the processes and
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import platform
 from collections.abc import Callable
@@ -53,6 +54,7 @@ def start_facts(config: Config) -> dict[str, str]:
     variables = numeric_variables(os.environ)
     package = {f"spmdkit/{name}": digest for name, digest in source_digest.package_digests().items()}
     facts = {"config": f"{to_yaml(config, hide_secrets=True)}\n", "version of python": platform.python_version()}
+    facts |= {"values of ${env:...}, masked": hashlib.sha256(repr(config.variables()).encode()).hexdigest()}
     return facts | versions | variables | source_digest.texts(config) | package
 
 
