@@ -449,10 +449,10 @@ def config_show(
 
 @config_app.command("schema", epilog="Example: spmdkit config schema > schema.json")
 def config_schema() -> None:
-    """Print the JSON schema of a config, for editors."""
-    from spmdkit.config import json_schema
+    """Print the JSON schema of a config, for editors: # yaml-language-server: $schema=schema.json"""
+    from spmdkit.config.editor_schema import editor_schema
 
-    print(json.dumps(json_schema(), indent=2))
+    print(json.dumps(editor_schema(), indent=1))
 
 
 def _load(path: Path, overrides: list[str] | None) -> Config:
