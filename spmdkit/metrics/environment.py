@@ -91,7 +91,7 @@ def numeric_variables(environ: Mapping[str, str]) -> dict[str, str]:
     for name in {"XLA_FLAGS", "LIBTPU_INIT_ARGS"} & values.keys():
         flags = sorted(flag for flag in values[name].split() if not FLAGS_WITHOUT_NUMBERS.fullmatch(flag.split("=")[0]))
         values[name] = " ".join(flags)
-    return {name: value for name, value in values.items() if value}
+    return {name: redact.redact_value(value, name) for name, value in values.items() if value}
 
 
 def device_groups(devices: Iterable[Any]) -> list[dict[str, Any]]:

@@ -30,6 +30,16 @@ def test_numbers_and_what_lies_deeper():
         ("Authorization: Bearer abcdefgh.ijkl", "Authorization: Bearer ***"),
         ("401 for hf_abcdefghijklmnopqrstuv here", "401 for *** here"),
         ("key AKIAABCDEFGHIJKLMNOP", "key ***"),
+        ("AccountName=me;AccountKey=abc+/def==;EndpointSuffix=x", "AccountName=me;AccountKey=***;EndpointSuffix=x"),
+        ("Endpoint=sb://x/;SharedAccessKey=hunter2;a=b", "Endpoint=sb://x/;SharedAccessKey=***;a=b"),
+        ("post https://hooks.slack.com/services/T0/B0/abc now", "post https://hooks.slack.com/services/*** now"),
+        ("https://discord.com/api/webhooks/12/ab-c_d", "https://discord.com/api/webhooks/***"),
+        ("https://me.webhook.office.com/webhookb2/1-2@3/x", "https://me.webhook.office.com/***"),
+        ("https://api.telegram.org/bot12:ab-c/send", "https://api.telegram.org/bot***"),
+        ("https://x.logic.azure.com/a?sv=1&sig=abc%2F", "https://x.logic.azure.com/a?sv=1&sig=***"),
+        ("eyJabcdefghij.eyJabcdefghij.abcdef", "***"),
+        ("wandb_key=0123456789abcdef, sort_key=name", "wandb_key=***, sort_key=name"),
+        ("pat=0123456789abcdef path=0123456789abcdef", "pat=*** path=0123456789abcdef"),
         ("password=hunter2, user=me", "password=***, user=me"),
         ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----", "***"),
         ("step 5: train_data[5] raised OSError: disk gone", "step 5: train_data[5] raised OSError: disk gone"),
@@ -41,6 +51,51 @@ def test_numbers_and_what_lies_deeper():
 )
 def test_a_secret_in_a_text_is_hidden(text, kept):
     assert redact.redact_text(text) == kept
+    assert redact.redact_lines(f"before\n{text}\nafter\n") == f"before\n{kept}\nafter\n"
+
+
+TAIL = "0123456789abcdefABCD0123456789abcdefABCD"
+PREFIXES = [
+    "hf_",
+    "sk-",
+    "sk-proj-",
+    "sk_live_",
+    "ghp_",
+    "gho_",
+    "github_pat_",
+    "glpat-",
+    "glrt-",
+    "npm_",
+    "pypi-",
+    "SG.",
+]
+PREFIXES += ["xoxb-", "xapp-1-", "AIza", "ya29.", "hvs.", "dp.pt.", "shpat_", "lin_api_", "dckr_pat_", "nvapi-", "gsk_"]
+PREFIXES += ["r8_", "pul-", "PMAK-", "pnu_", "glsa_", "dop_v1_", "LTAI", "AKCp", "rubygems_", "pscale_tkn_", "sntryu_"]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_tokens_of_services_are_hidden(prefix):
+    assert redact.redact_text(f"refused: {prefix}{TAIL}, again") == "refused: ***, again"
+    assert redact.redact_lines(f"a\nrefused: {prefix}{TAIL}\n") == "a\nrefused: ***\n"
+
+
+@pytest.mark.parametrize("text", ["step 5/10  loss 2.34  12345 tokens/s", "examples_per_second=12 a-b-c=d", "-" * 200])
+def test_other_text_is_unchanged(text):
+    assert redact.redact_text(text) == redact.redact_lines(text) == text
+
+
+SHAPED = {"wandb_key": "0123456789abcdef", "pat": "0123456789abcdef", "wandbKey": "0123456789abcdef", "a-key": "x" * 16}
+READABLE = {"image_key": "pixels", "pat": "short", "sort_key": "a text with many words", "path": "0123456789abcdef"}
+READABLE |= {"keyboard": "0123456789abcdef", "monkey": "0123456789abcdef", "key": 1234567890123456}
+
+
+def test_values_of_keys_are_hidden_by_shape(monkeypatch):
+    assert redact.redact_value(SHAPED) == dict.fromkeys(SHAPED, "***")
+    assert redact.redact_value(READABLE) == READABLE
+    monkeypatch.setattr(redact, "_known", set())
+    redact.register_secrets([{"wandb_key": "0123456789abcdef"}, READABLE])
+    assert redact.redact_text("0123456789abcdeg and 0123456789abcdef") == "0123456789abcdeg and ***"
+    assert redact._known == {"0123456789abcdef"}
 
 
 def test_named_secrets_are_hidden_in_messages(monkeypatch):
