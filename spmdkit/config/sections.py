@@ -266,6 +266,11 @@ class Log(Section):
     trackers: list[fields.NamedChoice] = Field(default_factory=list)
     """Trackers in addition to metrics.jsonl: tensorboard, or a user-defined function under @sk.tracker, file.py:name;
     {name: {option: value}} with options."""
+    max_mb: fields.Positive | None = 200.0
+    """Maximum size of a file of process output under `launch`, in million bytes; the output then continues in the next
+    file, stdout.1.txt, at the end of a line. null: no limit."""
+    backups: fields.Count = 3
+    """Number of newest files of process output that are retained, in addition to the first."""
 
 
 class OnNonfinite(Section):

@@ -1,19 +1,28 @@
-"""Copies the output of the processes to the launcher's output, line by line, after the process number."""
+"""Copies the output of the processes to the launcher's output, in whole lines, after the process number.
+
+A read returns what a process has written so far, so a line is shown immediately, and many lines are handled together.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import IO, TextIO
 
 from spmdkit.launch.logs import Logs
 
 TAIL_LINES = 20
+BLOCK_BYTES = 2**20
+MAX_LINE_BYTES = 2**24
+CARRIAGE_RETURNS = re.compile("\r+\n")
 
 GREETING = re.compile(
     r"\[Gloo\] Rank (\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : )*"  # noqa: E501
@@ -59,18 +68,53 @@ def _copy(
     log: Callable[[str], None],
     tail: deque[str] | None,
 ) -> None:
-    with source:
-        for raw in source:
-            line = without_greeting(raw.decode(errors="replace").rstrip("\r\n"))
-            if line is None:
+    with source, suppress(OSError):
+        _enlarge(source.fileno())
+        for block in _whole_lines(source.fileno()):
+            lines = _shown(block.decode(errors="replace"))
+            if not lines:
                 continue
-            log(line)
+            log(lines)
             if tail is not None:
-                tail.append(line)
+                tail.extend(lines[:-1].rsplit("\n", TAIL_LINES)[-TAIL_LINES:])
+            if target is None:
+                continue
             try:
-                if target is not None:
-                    with lock:
-                        target.write(f"{prefix}{line}\n")
-                        target.flush()
+                with lock:
+                    target.write(prefix + lines[:-1].replace("\n", f"\n{prefix}") + "\n")
+                    target.flush()
             except (OSError, ValueError):
                 target = None  # the launcher's reader has exited; the child must still not block on a full pipe
+
+
+def _enlarge(pipe: int) -> None:
+    """Sets the size of a pipe, so that a process that writes much does not wait for each read (Linux)."""
+    with suppress(OSError, AttributeError):
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, BLOCK_BYTES)
+
+
+def _whole_lines(descriptor: int) -> Iterator[bytes]:
+    """Yields the content of a pipe in blocks that end with a line. A line that exceeds `MAX_LINE_BYTES` is divided."""
+    parts, size = list[bytes](), 0
+    while block := os.read(descriptor, BLOCK_BYTES):
+        end = block.rfind(b"\n") + 1
+        if end:
+            yield b"".join((*parts, block[:end]))
+            parts, size = [], 0
+        parts.append(block[end:])
+        size += len(block) - end
+        if size > MAX_LINE_BYTES:
+            yield b"".join((*parts, b"\n"))
+            parts, size = [], 0
+    if size:
+        yield b"".join((*parts, b"\n"))
+
+
+def _shown(lines: str) -> str:
+    """Returns complete lines without carriage returns at their ends and without Gloo's text."""
+    if "\r" in lines:
+        lines = CARRIAGE_RETURNS.sub("\n", lines)
+    if "[Gloo]" not in lines:
+        return lines
+    kept = (without_greeting(line) for line in lines[:-1].split("\n"))
+    return "".join(f"{line}\n" for line in kept if line is not None)
