@@ -1,6 +1,8 @@
 """`spmdkit` and `python -m spmdkit`: handles signals before the large imports, which take a second or two; then runs
 the command line."""
 
+import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -17,6 +19,9 @@ def main() -> int:
         number = getattr(signal, name)
         if (trains or name == "SIGINT") and signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_, code=code: os._exit(code))
+    if sys.argv[1:2] == ["train"] and hasattr(signal, "SIGQUIT") and sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # no descriptor
+            faulthandler.register(signal.SIGQUIT, all_threads=True)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # a launcher has blocked it until now
     if not os.path.exists("/proc/driver/nvidia"):  # with the extra gpu-plan JAX would log that it finds no cuDNN

@@ -26,6 +26,7 @@ from spmdkit.cluster.comparison import (
     name_processes,
     shortened,
 )
+from spmdkit.cluster.service import ServiceConnection
 from spmdkit.cluster.store import Store
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.foundation import phase
@@ -49,7 +50,9 @@ class Cluster:
         namespace: str | None = None,
         notes: Sequence[str] = (),
         advertises: str = "127.0.0.1",
+        connection: ServiceConnection | None = None,
     ):
+        self._connection = connection
         self.advertises = advertises  # the address that CPU collectives advertise
         self.notes = tuple(notes)  # how the environment was read, for the log
         self.process_index = process_index
@@ -64,6 +67,12 @@ class Cluster:
     def is_main(self) -> bool:
         """Whether this is process 0, the one that writes files and shows progress."""
         return self.process_index == 0
+
+    def on_service_lost(self, act: Callable[[], None]) -> None:
+        """Calls `act`, in a separate thread, if the coordination service ends before this process disconnects. Until
+        then JAX's client aborts the process."""
+        if self._connection is not None:
+            self._connection.on_lost = act
 
     def board(self, name: str) -> tuple[Store, str]:
         """Returns the store and a new folder in it, for values that may be overwritten."""

@@ -17,14 +17,20 @@ from spmdkit.cluster import barrier
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.interface import Advertised, by_name, choose
 from spmdkit.cluster.rendezvous import rendezvous, wait_for_service
-from spmdkit.cluster.service import ServiceProcess
+from spmdkit.cluster.service import ServiceConnection, ServiceProcess, bypass_proxies
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.cluster.store import open_store
 from spmdkit.compat import gloo as compat_gloo
 from spmdkit.compat import membership as compat_membership
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.foundation.constants import MAX_FAKE_DEVICES, fake_devices
-from spmdkit.foundation.timeouts import COLLECTIVE_MARGIN_S, JAX_INITIALIZE_S, SERVICE_HEARTBEAT_S, SERVICE_SHUTDOWN_S
+from spmdkit.foundation.timeouts import (
+    COLLECTIVE_MARGIN_S,
+    FIRST_COMPARISON_S,
+    JAX_INITIALIZE_S,
+    SERVICE_HEARTBEAT_S,
+    SERVICE_SHUTDOWN_S,
+)
 
 COLLECTIVES_AT_ONCE = 4
 """The collectives in which one device waits concurrently, at most."""
@@ -73,30 +79,38 @@ def join(
     else:
         _configure(spec, devices, num_cpu, num_processes, collective_timeout_s)
     notes = _how(spec, joined, num_processes)
-    advertised = Advertised(None)
+    advertised, connection = Advertised(None), None
     if num_processes > 1 and not joined:
         advertised = choose(interface, spec.coordinator or "localhost:1")
         compat_gloo.advertise(advertised.address)
         notes += (advertised.reason,) if advertised.reason else ()
         if generation is not None:
             compat_membership.survive_peer_failure()
-        notes += exposure_warning(spec, _initialize(spec, is_first=generation is None or generation.number == 1))
+        bound, connection = _initialize(spec, is_first=generation is None or generation.number == 1)
+        notes += exposure_warning(spec, bound)
     with generation.creating_devices if generation is not None else nullcontext():
         found = jax.devices("cpu") if num_cpu is not None else jax.devices()
     if num_processes > 1 and not joined:
         client = barrier.Client(compat.coordination_client(), num_processes)
         client.can_end = generation is not None
         compat.replace_coordination_client(client)
-    chosen = _choose(found, spec, devices, num_cpu, num_processes)
-    return Cluster(
+    cluster = Cluster(
         process_index=jax.process_index(),
         num_processes=num_processes,
-        devices=chosen,
+        devices=(),
         store=open_store(),
         notes=notes,
         advertises=advertised.address or by_name(),
         namespace=None if generation is None else f"spmdkit/generation/{generation.number}",
+        connection=connection,
     )
+
+    def choose_devices() -> str:
+        cluster.devices = _choose(found, spec, devices, num_cpu, num_processes)
+        return ""
+
+    cluster.first_problem("devices", choose_devices, FIRST_COMPARISON_S)
+    return cluster
 
 
 def _how(spec: ClusterSpec, joined: bool, num_processes: int) -> tuple[str, ...]:
@@ -186,9 +200,9 @@ def exposure_warning(spec: ClusterSpec, bound: str) -> tuple[str, ...]:
     return (text,)
 
 
-def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
+def _initialize(spec: ClusterSpec, is_first: bool = True) -> tuple[str, ServiceConnection]:
     """Connects to JAX's coordination service, which process 0 starts unless a launcher runs it. Returns the address
-    that process 0 has bound."""
+    that process 0 has bound, and the connection."""
     service_process = (
         ServiceProcess(spec.num_processes, spec.process_id) if spec.process_id == 0 and spec.service is None else None
     )
@@ -205,10 +219,12 @@ def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
     jax_log = logging.getLogger("jax._src.distributed")
     level = jax_log.level
     jax_log.setLevel(logging.ERROR)
+    bypass_proxies()
+    connection = ServiceConnection(spec.service or spec.coordinator or bind)
     try:
         with compat.without_local_service(None if service_process is None else service_process.shutdown):
             jax.distributed.initialize(
-                coordinator_address=spec.service or spec.coordinator,
+                coordinator_address=connection.address,
                 num_processes=spec.num_processes,
                 process_id=spec.process_id,
                 cluster_detection_method="deactivate",
@@ -224,11 +240,12 @@ def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
             f"See its output and start all again."
         ) from error
     finally:
+        connection.close()
         jax_log.setLevel(level)
     if threading.current_thread() is threading.main_thread():
         # JAX's preemption notifier has replaced Python's handler of SIGTERM, and ignores the signal until polled.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
-    return bind
+    return bind, connection
 
 
 def _choose(

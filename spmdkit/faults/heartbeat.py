@@ -16,6 +16,10 @@ from spmdkit.foundation.phase import EVALUATION, READING, WAITING
 from spmdkit.foundation.timeouts import FIRST_BATCH_TIMEOUT_S, MIN_STEP_TIMEOUT_S, STRAGGLER_WINDOW_S
 
 STEP = "step"
+SERVICE_LOST = (
+    "the coordination service has ended (its process was killed, or its machine is lost), so this process ends too: "
+    "start the same command again to resume from the newest checkpoint."
+)
 OWN_SHARE = 0.25
 """A straggler's share of the wall time in a phase exceeds the median of the other processes by more than this."""
 BEFORE_TRAINING = ("begin", "import", "compile", "restore", "init", "end")
@@ -47,6 +51,8 @@ class Beat:
     spent: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds so far
     hook: str = ""  # the user-defined hook, with the line, in which it is
     hooks_passed: int = 0
+    callback: str = ""  # the line of user code in which a callback of the step is
+    requested: str = ""  # the action that `hook` requested of all processes, until they perform it
 
     @property
     def works(self) -> bool:
@@ -60,6 +66,8 @@ class Beat:
     @property
     def does(self) -> str:
         """The phase for a message: `reading data`, `waiting for others at 'committed'`."""
+        if self.callback:
+            return f"in a callback of the step{self.callback}"
         if self.phase == WAITING:
             return f"waiting for others at '{self.detail}'"
         return ACTIVITIES.get(self.phase, f"in the {self.phase}") + (f" ({self.detail})" if self.detail else "")
@@ -117,7 +125,8 @@ def blocking_processes(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> 
 
     A process that works and exceeds its limit blocks the others; in an evaluation only the reading process does. In the
     step all processes wait for each other. There the job hangs when all of them exceed the limit. The processes at
-    fault are those without a heartbeat, otherwise those at the lowest step.
+    fault are those without a heartbeat, otherwise those in a callback, otherwise those at the lowest step, in it or
+    waiting before it.
     """
     reads = {p for p, b in beats.items() if b.phase == EVALUATION and b.detail == READING}
     over = [
@@ -130,10 +139,11 @@ def blocking_processes(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> 
     in_step = {p: b for p, b in beats.items() if b.phase == STEP}
     if not in_step or any(b.works for b in beats.values()) or not all(b.overdue for b in in_step.values()):
         return ()
-    if suspects := sorted(set(quiet) & set(beats)):
+    in_callback = {p for p, b in beats.items() if b.callback}
+    if suspects := sorted(set(quiet) & set(beats)) or sorted(in_callback):
         return tuple(suspects)
-    least = min(b.step for b in in_step.values())
-    return tuple(sorted(p for p, b in in_step.items() if b.step == least))
+    least = min(b.step for b in beats.values())
+    return tuple(sorted(p for p, b in beats.items() if b.step == least))
 
 
 class OneSidedHooks:
@@ -189,6 +199,8 @@ def _names(processes: Iterable[int]) -> str:
 def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) -> str:
     """Returns the message with which the watchdog ends a job: the observation, the rule, the repair."""
     blamed = verdict["processes"]
+    if verdict["why"] == "service":
+        return f"{SERVICE_LOST} {newest}".rstrip()
     who = " and ".join(f"process {p}" for p in blamed)
     last = beats.get(blamed[0])
     if verdict["why"] == "exited":
@@ -213,7 +225,13 @@ def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: s
             f"{hint} A silent process is stopped, its machine is lost or unreachable, or its interpreter is blocked. "
             f"No step is possible without it. {newest} See to it, and start all processes again.".replace("  ", " ")
         )
-    if hook := verdict.get("hook"):
+    if (hook := verdict.get("hook")) and (action := verdict.get("requested")):
+        return (
+            f"no progress: hook {hook} returned {action} on {who}, and another process left it without that for longer "
+            "than watchdog.hook_timeout_s. All processes perform an action at the same step. Return it on every "
+            f"process at the same step, without `known=True` if it has that. {newest}"
+        ).rstrip()
+    if hook:
         return (
             f"no progress: {who} {'is' if len(blamed) == 1 else 'are'} in hook {hook} for longer than "
             "watchdog.hook_timeout_s after another process left it. A computation on a sharded state needs all "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,8 +15,12 @@ from types import FrameType
 from spmdkit.faults.error_mapping import is_runtime
 
 MAX_FRAMES = 10
-MONITOR_THREADS = ("spmdkit-watch", "spmdkit-beat", "spmdkit-last", "spmdkit-signals", "spmdkit-stop")
+MONITOR_THREADS = tuple(f"spmdkit-{name}" for name in ("watch", "beat", "last", "signals", "stop", "service"))
 """Threads that never hang."""
+
+
+CALLBACK_FRAME = re.compile(r"[/\\]jax[/\\]_src[/\\](pure_callback|io_callback|callback|debugging)\.py:")
+"""The frames in which JAX calls a callback (jax 0.10.2 to 0.12)."""
 
 
 def stacks(main: int | None) -> str:
@@ -41,6 +46,17 @@ def user_line(thread: int | None) -> str:
     lines = [(f.filename, f.lineno) for f in traceback.extract_stack(frame)] if frame is not None else []
     own = [f" at {file}:{line}" for file, line in lines if not is_runtime(file)]
     return own[-1] if own else ""
+
+
+def callback_line() -> str:
+    """Returns ` at FILE:LINE` of the innermost user code in a callback of a compiled step, or an empty text. Threads of
+    the user that JAX has not called do not count."""
+    for frame in sys._current_frames().values():
+        lines = [f"{each.f_code.co_filename}:{line}" for each, line in traceback.walk_stack(frame)]
+        outer = next((n for n, line in enumerate(lines) if CALLBACK_FRAME.search(line)), 0)
+        if user_lines := [line for line in lines[:outer] if not is_runtime(line)]:
+            return f" at {user_lines[0]}"
+    return ""
 
 
 def _idle(lines: list[str]) -> bool:

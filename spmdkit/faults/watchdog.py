@@ -4,6 +4,7 @@
 | -------------------------------------------------- | ---- | ------------------------------------------------ |
 | no beat of a process for `heartbeat_timeout_s`     | 75   | the silent one                                   |
 | no response of the store for `heartbeat_timeout_s` | 75   | process 0's machine, or the launcher's           |
+| the store's process has ended                      | 75   | the coordination service                         |
 | a process exited with an error                     | 75   | that one, with the first line of its message     |
 | heartbeats, but a phase exceeds its limit          | 76   | the one that works; in the step, the last one    |
 | a blocked interpreter: no Python thread runs       | 76   | by the launcher; alone faulthandler ends it, 1   |
@@ -30,6 +31,7 @@ from typing import Any, Protocol
 from spmdkit.errors import ExitCode, SpmdkitError
 from spmdkit.faults import exit_handler, stacks
 from spmdkit.faults.heartbeat import (
+    STEP,
     Beat,
     Limits,
     OneSidedHooks,
@@ -113,6 +115,7 @@ class Watchdog:
         self._alarm: dict[str, Any] | None = None
         self._exits: Mapping[int, tuple[float, dict[str, Any]]] = {}
         self._exchange_since: float | None = None
+        self._service_is_lost = False
         self._number, self._sent_at = 0, -self._beat_s  # number and send time of the last heartbeat
         self._stamps: dict[int, str] = {}
         self._stragglers, self._one_sided_hooks = Stragglers(), OneSidedHooks(hook_timeout_s)
@@ -154,6 +157,12 @@ class Watchdog:
     def _guards_interpreter(self) -> bool:
         return self._interpreter_timeout_s is not None and self._launcher is None and exit_handler.owns_process()
 
+    def report_service_lost(self) -> bool:
+        """Ends this process with 75, since the coordination service has ended. Called in any thread. Returns False if
+        the watchdog is stopped."""
+        self._service_is_lost = True
+        return not self._stopped.is_set()
+
     def take_notices(self) -> list[str]:
         notices, self.notices = self.notices, []
         return notices
@@ -185,10 +194,13 @@ class Watchdog:
         if place.number != self._place.number:
             self._place, self._since = place, now
         limit = self._limits.of(place.phase, self.step_s)
-        hook, passed = phase.current_hook()
-        hook = f"'{hook}'{stacks.user_line(self._main)}" if hook else ""
-        spent = dict(phase.seconds_by_phase)
-        return Beat(place.phase, place.detail, place.step, now - self._since, limit, spent, hook, passed)
+        hook, passed, requested = phase.current_hook()
+        if hook and not requested:
+            hook = f"'{hook}'{stacks.user_line(self._main)}"
+        spent, since = dict(phase.seconds_by_phase), now - self._since
+        may_wait_for_callback = place.phase in (STEP, phase.WAITING) and since > HEARTBEAT_INTERVAL_S
+        callback = stacks.callback_line() if may_wait_for_callback else ""
+        return Beat(place.phase, place.detail, place.step, since, limit, spent, hook, passed, callback, requested)
 
     def _judge(self, now: float) -> None:
         if self._alarm is not None:
@@ -206,8 +218,9 @@ class Watchdog:
         if blamed := blocking_processes(beats, quiet):
             return self._end({"code": int(ExitCode.HANG), "processes": list(blamed), "why": "hang"})
         if blamed := self._one_sided_hooks.update(now, beats):
-            hook = beats[blamed[0]].hook
-            self._end({"code": int(ExitCode.HANG), "processes": list(blamed), "why": "hang", "hook": hook})
+            hook, requested = beats[blamed[0]].hook, beats[blamed[0]].requested
+            verdict = {"code": int(ExitCode.HANG), "processes": list(blamed), "why": "hang"}
+            self._end({**verdict, "hook": hook, "requested": requested})
 
     def _patience_s(self, code: int | None) -> float:
         """Returns how long the training thread may take to report its own error after a process exited with `code`."""
@@ -218,6 +231,8 @@ class Watchdog:
 
     def _lost(self, now: float) -> dict[str, Any] | None:
         code, since = int(ExitCode.PEER_LOST), self._exchange_since
+        if self._service_is_lost:
+            return {"code": code, "processes": [], "why": "service"}
         limit_s = max(self._heartbeat_timeout_s, 4 * self._beat_s)
         if since is not None and now - since > HANG_SUSPECT_S:  # no heartbeat can be read, so no process can be judged
             is_lost = now - since > limit_s
@@ -306,7 +321,7 @@ class Watchdog:
         exit_handler.taken_over.set()
         self._alarm = verdict
         beats, traces = self._beats(), {self._me: stacks.stacks(self._main)}
-        unreachable = verdict["why"] == "unreachable"
+        unreachable = verdict["why"] in ("unreachable", "service")
         if self._board is not None and self._num > 1 and not unreachable:
             _within(2 * STACKS_GATHER_S, lambda: self._gather(verdict, beats, traces))
         if self._stopped.is_set():
@@ -390,6 +405,6 @@ def _stop(watchdog: Watchdog | None, sees_quit: bool, failed: tuple[int, str] | 
         if failed is not None:
             watchdog.announce_exit(*failed)
         watchdog.stop()
-    if sees_quit:
+    if sees_quit and not exit_handler.owns_process():  # a command prints its stacks until it exits
         stacks.remove_sigquit()
     phase.end()

@@ -47,13 +47,13 @@ on_change: Callable[[Phase], None] | None = None
 
 
 _ends_since = float("-inf")
-_hook = ("", 0)
+_hook = ("", 0, "")
 
 
 def begin() -> None:
     """Makes the calling thread the training thread."""
     global _owner, _phase, _ends_since, _hook
-    _ends_since, _hook = float("-inf"), ("", 0)
+    _ends_since, _hook = float("-inf"), ("", 0, "")
     _owner = threading.get_ident()
     _phase = Phase("begin", "", 0, time.monotonic(), _phase.number + 1)
     seconds_by_phase.clear()
@@ -110,22 +110,40 @@ def during(phase: str, detail: str = "") -> Iterator[None]:
 def in_hook(name: str) -> Iterator[None]:
     """Context manager of a call of a user-defined hook."""
     global _hook
-    _hook = name, _hook[1]
+    settle_hook()
+    _hook = name, _hook[1], ""
     try:
         with during(f"hook '{name}'"):
             yield
     finally:
-        _hook = "", _hook[1]
+        _hook = "", _hook[1], ""
 
 
 def pass_hook() -> None:
     """Counts a call of a user-defined hook that this process has completed, or that runs on process 0 only."""
     global _hook
-    _hook = "", _hook[1] + 1
+    settle_hook()
+    _hook = "", _hook[1] + 1, ""
 
 
-def current_hook() -> tuple[str, int]:
-    """Returns (the user-defined hook in which this process is or "", the number of calls that it has passed)."""
+def hold_hook(name: str, action: str) -> None:
+    """Counts the call of a user-defined hook as passed only after its action, which all processes perform together:
+    until `settle_hook`, or the next call of a hook."""
+    global _hook
+    settle_hook()
+    _hook = name, _hook[1], action
+
+
+def settle_hook() -> None:
+    """Counts the call that `hold_hook` has held back, if there is one."""
+    global _hook
+    if _hook[2]:
+        _hook = "", _hook[1] + 1, ""
+
+
+def current_hook() -> tuple[str, int, str]:
+    """Returns (the user-defined hook in which this process is or "", the number of calls that it has passed, the action
+    that the hook has requested or "")."""
     return _hook
 
 

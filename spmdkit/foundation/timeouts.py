@@ -14,6 +14,7 @@ RENDEZVOUS_REPLY_MARGIN_S = 5.0  # process 0 reports at its deadline; the others
 JAX_INITIALIZE_S = 30  # jax.distributed.initialize, after the rendezvous: bounds a process that dies in that second
 COLLECTIVE_MARGIN_S = 60  # Gloo fails this much after the longest watchdog limit: its error names no process
 SERVICE_START_S = 30.0  # for the process of the coordination service to listen
+SERVICE_CONNECT_S = 5.0  # a connection to it; JAX's client then tries again
 SERVICE_HEARTBEAT_S = 100_000_000  # disabled: JAX uses wall time, so a paused job would abort. The watchdog decides
 SERVICE_SHUTDOWN_S = 15  # jax.distributed.shutdown; with JAX's default of 300 a failing process hangs at exit
 
@@ -79,6 +80,9 @@ DATA_CLOSE_S = 5.0  # for the thread that reads data, at the end
 FINGERPRINT_S = 0.5  # reading rows for the fingerprint of a data source
 ROW_RETRY_FIRST_S = 0.1  # before a failed row is read again; the wait doubles
 ROW_RETRY_LONGEST_S = 5.0  # before any retry
+
+# ---- drill ----
+CLOCK_LIBRARY_S = 60  # to compile the library that shifts the clock of a process
 
 # ---- checkpoints ----
 SAVE_POLL_S = 0.1  # between two polls of the background save

@@ -48,6 +48,12 @@ _REFUSING |= {"jax": "JAX", "jaxlib": "JAX", "opt_einsum": "einsum"}
 _LONGEST_CAUSE = 500
 
 
+def line_of(function: Callable[..., Any]) -> str:
+    """Returns ` at FILE:LINE` of the definition of a function, or an empty text."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+
+
 def call_user(fn: Callable[[], T], what: str, is_model: bool = True) -> T:
     """Returns `fn()`, which runs or traces a user's function; `what` names it.
 

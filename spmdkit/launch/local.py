@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from spmdkit.cluster.service import ServiceProcess, reserve_port
+from spmdkit.cluster.service import ServiceProcess, bypass_proxies, reserve_port
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.foundation import redact
 from spmdkit.foundation.constants import (
@@ -35,6 +35,7 @@ from spmdkit.foundation.constants import (
     is_step_name,
 )
 from spmdkit.foundation.deadline import Deadline
+from spmdkit.foundation.formatting import visible
 from spmdkit.foundation.run_status import directory_of, newest_saved
 from spmdkit.foundation.timeouts import LAUNCH_POLL_S
 from spmdkit.launch import gpu_assignment
@@ -44,7 +45,7 @@ from spmdkit.launch.output import Output
 from spmdkit.launch.process import print_line, start
 from spmdkit.launch.restart_policy import Restarts
 from spmdkit.launch.root_cause import Exit, cause, describe_exit_code, describe_status, lost
-from spmdkit.launch.supervisor import Child, ReportFile, Supervisor, end, queued_signals
+from spmdkit.launch.supervisor import STOPPING, Child, ReportFile, Supervisor, end, queued_signals
 
 
 class JobObserver(Protocol):
@@ -61,6 +62,10 @@ class JobObserver(Protocol):
 
     def process_env(self, process: int) -> tuple[Mapping[str, str], Sequence[int]]:
         """Returns additional environment variables and open descriptors of a process, for each attempt."""
+        ...
+
+    def on_service(self, pid: int) -> None:
+        """Called for each attempt of several processes with the process of the coordination service."""
         ...
 
     def on_poll(self, children: Sequence[Child]) -> None:
@@ -149,7 +154,7 @@ def _run(job: Job, signals: deque[int], restarts: Restarts) -> int:
             f"{'there is no checkpoint yet' if ended.newest is None else newest}; {restarts.num_remaining} of {limit} "
             "restarts are left"
         )
-        if Deadline(wait_s).wait_for(lambda: bool(signals), LAUNCH_POLL_S):
+        if Deadline(wait_s).wait_for(lambda: any(number in STOPPING for number in signals), LAUNCH_POLL_S):
             print_line("not started again: the launcher received a signal to stop")
             return int(ExitCode.PREEMPTED)
 
@@ -211,6 +216,8 @@ class _Attempt:
         try:
             if service is not None:
                 service.listen(self._addresses[1])
+                if job.observer is not None:
+                    job.observer.on_service(service.pid)
             supervisor = self._start_all(service)
             outcome.stop_signal = supervisor.run()
             self._poll()
@@ -350,11 +357,9 @@ def child_environment(
     }
     if devices_per_process is not None:
         variables[DEVICES_PER_PROCESS] = str(devices_per_process)
-    if any(name.lower() in ("http_proxy", "https_proxy", "grpc_proxy") for name in env):
-        # Without this, gRPC sends even loopback traffic through a proxy.
-        others = [env[name] for name in ("no_proxy", "NO_PROXY") if env.get(name)]
-        variables["no_proxy"] = variables["NO_PROXY"] = ",".join(["127.0.0.1", "localhost", *others[:1]])
-    return {**env, **variables}
+    child_env = {**env, **variables}
+    bypass_proxies(child_env)
+    return child_env
 
 
 def _start(command: list[str], env: Mapping[str, str], pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -379,4 +384,4 @@ def _explain(first: Exit, child: Child) -> None:
         line = f"process {first.process} failed first with {code}"
     tail = child.output.tail if child.output is not None else ()
     details = first.message or ("" if first.code == ExitCode.PREEMPTED else "\n".join(tail))
-    print_line(f"{line}{':' if details else ''}\n{details}".rstrip())
+    print_line(visible(f"{line}{':' if details else ''}\n{details}".rstrip()))

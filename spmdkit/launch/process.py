@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+OF_GROUP = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)
 XLA_POOL = "tf_"
 """Name prefix of the threads in which XLA computes on CPU (jaxlib 0.10.2)."""
 
@@ -91,9 +92,26 @@ def busy_ns(pid: int) -> int | None:
     return total
 
 
+def virtual_bytes(pid: int) -> int:
+    """Returns the size of a process's address space. Raises OSError."""
+    with open(f"/proc/{pid}/statm") as sizes:
+        return int(sizes.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def handles(pid: int, number: int) -> bool:
+    """Returns whether a process has a handler of a signal; False if that cannot be read."""
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            caught = next(line for line in status if line.startswith("SigCgt:")).split()[1]
+            return bool(int(caught, 16) >> (number - 1) & 1)
+    except (OSError, StopIteration):
+        return False
+
+
 def send(pid: int, number: int) -> None:
-    """Sends a signal to the leader of a session. KILL is sent to its process group, so that its children die too."""
+    """Sends a signal to the leader of a session. KILL, STOP and CONT are sent to its process group, so that its
+    children die, stop and continue too."""
     if pid <= 1:  # for the kernel, group 1 means every process of the machine
         raise ValueError(f"process {pid} is none that we have started")
     with suppress(ProcessLookupError):  # it has just exited
-        (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
+        (os.killpg if number in OF_GROUP else os.kill)(pid, number)

@@ -21,7 +21,7 @@ from spmdkit.foundation.constants import NAMELESS
 from spmdkit.foundation.run_status import step_of
 from spmdkit.foundation.timeouts import ERROR_COLLECT_S, FAILED_GRACE_S, LAUNCH_POLL_S, SILENT_PROCESS_S, STACKS_WRITE_S
 from spmdkit.launch.output import Output
-from spmdkit.launch.process import exit_status, is_stopped, send
+from spmdkit.launch.process import exit_status, handles, is_stopped, print_line, send
 from spmdkit.launch.root_cause import Exit, describe_status
 
 
@@ -74,15 +74,19 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 """Signals that make all processes save and stop; SIGUSR1 is Slurm's notice."""
 
 
+REPORTING = tuple(getattr(signal, name) for name in ("SIGQUIT", "SIGTSTP") if hasattr(signal, name))
+"""Signals that end nothing: SIGQUIT prints the stacks of all processes, SIGTSTP (Ctrl-Z) pauses them until SIGCONT."""
+
+
 @contextmanager
 def queued_signals() -> Iterator[deque[int]]:
-    """Collects stop signals, which would otherwise end the launcher. Ignored ones stay ignored (`nohup`)."""
+    """Collects signals, which would otherwise end the launcher. Ignored ones stay ignored (`nohup`)."""
     received: deque[int] = deque()
 
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    handled = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+    handled = [number for number in (*STOPPING, *REPORTING) if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, receive) for number in handled}
     try:
         yield received
@@ -131,6 +135,9 @@ class Supervisor:
     def _forward_signals(self) -> None:
         while self._signals:
             number = self._signals.popleft()
+            if number in REPORTING:
+                self._print_stacks() if number == signal.SIGQUIT else self._pause()
+                continue
             if self._stop_signal is not None:
                 self._kill_at = time.monotonic()
                 continue
@@ -139,6 +146,24 @@ class Supervisor:
             for child in self._children:
                 if child.exit is None:
                     send(child.popen.pid, number)
+
+    def _print_stacks(self) -> None:
+        """Requests the stacks of all threads from each process that has a handler: SIGQUIT would end the others."""
+        alive = [child for child in self._children if child.exit is None]
+        handling = [child for child in alive if handles(child.popen.pid, signal.SIGQUIT)]
+        for child in handling:
+            send(child.popen.pid, signal.SIGQUIT)
+        if without := [str(child.process) for child in alive if child not in handling]:
+            print_line(f"process {', '.join(without)} prints no stacks: it has no handler of SIGQUIT (yet)")
+
+    def _pause(self) -> None:
+        """Stops all processes and then the launcher. When a shell's `fg` continues the launcher, so do they."""
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for child in self._children:
+                if child.exit is None:
+                    send(child.popen.pid, number)
+            if number == signal.SIGSTOP:
+                os.kill(os.getpid(), number)
 
     def _check_heartbeats(self) -> None:
         """Ends a process in which no Python has run for longer than allowed, unless it is stopped."""

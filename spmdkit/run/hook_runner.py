@@ -55,7 +55,7 @@ class HookRunner:
         runs_here = hook.on == "all" or self._cluster.is_main
         action = self._called(hook, what, getattr(hook, what), *args) if runs_here else None
         if hook.name not in self._ours:
-            phase.pass_hook()
+            self._pass(hook, getattr(hook, what), action)
         if action is None:
             return
         if not isinstance(action, get_args(Action)):
@@ -71,6 +71,13 @@ class HookRunner:
             self._now.append(action)
         elif action not in self._pending:
             self._pending.append(action)
+
+    def _pass(self, hook: Hook, call: Callable[..., Any], action: Any) -> None:
+        """Records that this process leaves a user-defined hook; with an action of all processes, after that."""
+        if hook.on == "all" and (isinstance(action, ReplaceState) or getattr(action, "known", False)):
+            phase.hold_hook(f"'{hook.name}'{user_code.line_of(call)}", f"sk.{type(action).__name__}")
+        else:
+            phase.pass_hook()
 
     def _called(self, hook: Hook, what: str, call: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -96,6 +103,7 @@ class HookRunner:
                 'and all replace it together. Write sk.Hook(..., on="all").'
             )
         self._cluster.same_everywhere("replaced state", hook.name)
+        phase.settle_hook()
         return action
 
     def decision(self, step: int) -> Decision:

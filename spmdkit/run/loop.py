@@ -7,8 +7,8 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster
 from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, load_config
-from spmdkit.errors import CheckpointError, Preempted
+from spmdkit.errors import CheckpointError, Preempted, RendezvousError
 from spmdkit.faults import StopSignals, Watchdog, exit_process, report_and_exit, run_watchdog
+from spmdkit.faults.heartbeat import SERVICE_LOST
+from spmdkit.faults.injection.inject import inject_at_phases
 from spmdkit.foundation import phase
 from spmdkit.foundation.constants import COMPILE_ONLY
 from spmdkit.foundation.formatting import visible
@@ -114,6 +116,7 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
     signals.announce = cluster.is_main
     with ExitStack() as stack:
         watchdog = stack.enter_context(watchdog_context(config, cluster))
+        inject_at_phases()
         cache = stack.enter_context(enable_cache(config.compile_cache, config.folder))
         stack.enter_context(driver.session(cluster, watchdog, signals))
         unsaved = stack.enter_context(ExitStack())
@@ -225,10 +228,19 @@ def join_cluster(job: TrainJob) -> tuple[Cluster, Config]:
     return join_processes(config), config
 
 
-def watchdog_context(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog | None]:
-    """Returns the context of the watchdog, if the config enables it."""
+@contextmanager
+def watchdog_context(config: Config, cluster: Cluster) -> Iterator[Watchdog | None]:
+    """Runs the watchdog, if the config enables it. If the coordination service ends, this process exits with 75."""
     board, folder = cluster.board("watch")
-    return run_watchdog(config.watchdog, cluster.process_index, cluster.num_processes, board, folder)
+    with run_watchdog(config.watchdog, cluster.process_index, cluster.num_processes, board, folder) as watchdog:
+        cluster.on_service_lost(partial(exit_without_service, watchdog))
+        yield watchdog
+
+
+def exit_without_service(watchdog: Watchdog | None) -> None:
+    """Ends this process: by its watchdog, which knows the newest checkpoint and writes the event, if that runs."""
+    if watchdog is None or not watchdog.report_service_lost():
+        report_and_exit(RendezvousError(SERVICE_LOST))
 
 
 def open_on_all_processes(

@@ -3,12 +3,12 @@ takes to end."""
 
 import faulthandler
 import os
-import shutil
 import signal
-import subprocess
 import time
 
 import pytest
+
+from spmdkit.tools.drill import clock
 
 pytestmark = pytest.mark.processes
 
@@ -130,67 +130,22 @@ def test_kill_of_process_0_without_a_launcher(job):
     job.wait_for(lambda: not job.service_processes())
 
 
-CLOCK = r"""
-/* The clock of a process. Who waits until a time of it (absl, pthread) is to wake then by it too: the kernel's own is as it was. */
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <linux/futex.h>
-#include <pthread.h>
-#include <stdarg.h>
-#include <sys/syscall.h>
-#include <sys/stat.h>
-#include <sys/time.h>
-#include <time.h>
-#include <stdio.h>
-static long shift(void) {
-    long s = 0;
-    FILE *f = fopen(SHIFT, "r");
-    if (f) { if (fscanf(f, "%ld", &s) != 1) s = 0; fclose(f); }
-    return s;
-}
-int clock_gettime(clockid_t id, struct timespec *t) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int r = real(id, t);
-    if (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE) t->tv_sec += shift();
-    return r;
-}
-long syscall(long n, ...) {
-    static long (*real)(long, ...);
-    long a[6];
-    struct timespec t;
-    va_list l;
-    if (!real) real = dlsym(RTLD_NEXT, "syscall");
-    va_start(l, n);
-    for (int i = 0; i < 6; i++) a[i] = va_arg(l, long);
-    va_end(l);
-    if (n == SYS_futex && (a[1] & FUTEX_CLOCK_REALTIME) && a[3]) {
-        t = *(struct timespec *)a[3];
-        t.tv_sec = t.tv_sec > shift() ? t.tv_sec - shift() : 0;
-        a[3] = (long)&t;
-    }
-    return real(n, a[0], a[1], a[2], a[3], a[4], a[5]);
-}
-int pthread_cond_timedwait(pthread_cond_t *c, pthread_mutex_t *m, const struct timespec *until) {
-    static int (*real)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
-    struct timespec t = *until;
-    if (!real) real = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
-    if (!(c->__data.__wrefs & 2)) t.tv_sec -= shift();
-    return real(c, m, &t);
-}
-int gettimeofday(struct timeval *t, void *z) {
-    struct timespec s;
-    clock_gettime(CLOCK_REALTIME, &s);
-    t->tv_sec = s.tv_sec; t->tv_usec = s.tv_nsec / 1000;
-    return 0;
-}
-time_t time(time_t *t) {
-    struct timespec s;
-    clock_gettime(CLOCK_REALTIME, &s);
-    if (t) *t = s.tv_sec;
-    return s.tv_sec;
-}
-"""  # noqa: E501
+@pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_kill_of_the_coordination_service_is_75(job, by_hand):
+    """Each process reports it in one line, and no C++ stack is printed."""
+    children = job.by_hand() if by_hand else [job.train(n=2)]
+    job.wait_for(lambda: len(job.steps()) > 2)
+    (service,) = job.service_processes()
+    (job.folder / "fired-x").write_text(f"{time.monotonic()}")
+    os.kill(service, signal.SIGKILL)
+    for ended in map(job.end_of, children):
+        assert ended.code == 75, ended.output
+        assert ended.after_s < 5, "no process waits for a timeout"
+        assert ended.output.count("the coordination service has ended (its process was killed") >= 1
+        assert "Check failure stack trace" not in ended.output and "SIGABRT" not in ended.output, ended.output
+        assert "The newest checkpoint is of step" in ended.output or "No checkpoint was saved yet." in ended.output
+    assert [e["code"] for e in job.events() if e["event"] == "fault"] == [75, 75]
+    assert job.processes() == {}
 
 
 @pytest.mark.parametrize(
@@ -205,16 +160,13 @@ def test_suspended_job_with_a_shifted_clock_continues(job, n, paused_s, shifts):
     """For longer than every limit: 8 s, and 60 in the long form, in which the coordination service goes on: its gRPC
     would give up clients that do not answer for 60 s (cluster/service/grpc_relay.py)."""
     faulthandler.dump_traceback_later(paused_s + 300, exit=True)  # the limit of a test is five minutes
-    if shutil.which("gcc") is None:
-        pytest.skip("gcc is not installed: the clock is set by a library of C")
-    source, library, shift = (job.folder / name for name in ("clock.c", "clock.so", "shift"))
-    source.write_text(CLOCK)
-    subprocess.run(
-        ["gcc", "-O1", "-shared", "-fPIC", f'-DSHIFT="{shift}"', "-o", library, source, "-ldl"], check=True, timeout=60
-    )
+    if missing := clock.missing_compiler():
+        pytest.skip(missing)
+    library, shift = (job.folder / name for name in ("clock.so", "shift"))
+    clock.compile_library(library)
     names = ("heartbeat_timeout_s", "step_timeout_s", "save_timeout_s", *(["interpreter_timeout_s"] if n > 1 else []))
     limits = [f"watchdog.{name}={8 if paused_s < 60 else 60}" for name in names]
-    child = job.train(*limits, n=n, fresh=True, LD_PRELOAD=str(library))
+    child = job.train(*limits, n=n, fresh=True, LD_PRELOAD=str(library), SPMDKIT_CLOCK_FILE=str(shift))
     job.wait_for(lambda: len(job.steps()) > 2)
     for seconds in shifts:
         before = len(job.steps())

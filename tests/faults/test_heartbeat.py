@@ -20,6 +20,7 @@ from spmdkit.faults.heartbeat import (
     to_text,
 )
 from spmdkit.faults.watchdog import Watchdog
+from spmdkit.foundation import phase
 from spmdkit.foundation.clock import RunningClock
 from spmdkit.run.hooks.watchdog import make
 
@@ -33,8 +34,8 @@ LIMITS = Limits(
 )
 
 
-def beat(phase, phase_s, limit_s=10.0, step=812, detail="", spent=None):
-    return Beat(phase, detail, step, phase_s, limit_s, spent or {})
+def beat(phase, phase_s, limit_s=10.0, step=812, detail="", spent=None, **fields):
+    return Beat(phase, detail, step, phase_s, limit_s, spent or {}, **fields)
 
 
 def watchdog(board, process, num, now):
@@ -65,6 +66,26 @@ def test_beat_is_read_as_written():
         ("in the step the one who is behind", {0: beat("step", 11), 1: beat("step", 11, step=811)}, [], (1,)),
         ("in the step the one without a beat", {0: beat("step", 11), 1: beat("step", 11)}, [1], (1,)),
         ("in the step nobody stands out", {0: beat("step", 11), 1: beat("step", 11)}, [], (0, 1)),
+        (
+            "in the step the one in a callback",
+            {0: beat("step", 11, callback=" at a.py:3"), 1: beat("step", 11)},
+            [],
+            (0,),
+        ),
+        (
+            "a callback holds the step while its process waits",
+            {0: beat("step", 11), 1: beat("waiting", 9, None, 814, callback=" at a.py:3")},
+            [],
+            (1,),
+        ),
+        (
+            "a beat is missing, and a callback waits",
+            {0: beat("step", 11, callback="x"), 1: beat("step", 11)},
+            [1],
+            (1,),
+        ),
+        ("who waits before the step of others", {0: beat("step", 11), 1: beat("waiting", 9, None, 811)}, [], (1,)),
+        ("who waits for a later step", {0: beat("step", 11), 1: beat("waiting", 9, None, 814)}, [], (0,)),
         ("who waits at a barrier is not asked", {0: beat("waiting", 99, None), 1: beat("import", 5, 60)}, [], ()),
         ("a hang in an import", {0: beat("waiting", 99, None), 1: beat("import", 61, 60)}, [], (1,)),
     ],
@@ -199,3 +220,20 @@ def test_hook_of_one_process_is_limited_once_another_has_left_it():
     verdict = {"why": "hang", "processes": [0], "hook": "'a' at mine.py:3"}
     text = hang_report(verdict, {0: inside(4), 1: outside(5)}, "No checkpoint was saved yet.")
     assert "process 0 is in hook 'a' at mine.py:3" in text and "run.gather(tree) on all processes" in text
+    held = Beat("waiting", "", 3, 0.0, None, {}, "'a' at mine.py:3", 4, requested="sk.ReplaceState")
+    text = hang_report(verdict | {"requested": held.requested}, {0: held, 1: outside(5)}, "")
+    assert "hook 'a' at mine.py:3 returned sk.ReplaceState on process 0" in text and "run.gather" not in text
+
+
+def test_requested_action_is_passed_once_performed():
+    phase.begin()
+    counts = []
+    for act in (phase.pass_hook, lambda: phase.hold_hook("'a' at b.py:3", "sk.Stop"), phase.pass_hook):
+        act()
+        counts.append(phase.current_hook())
+    assert counts == [("", 1, ""), ("'a' at b.py:3", 1, "sk.Stop"), ("", 3, "")]
+    phase.hold_hook("'a' at b.py:3", "sk.Rollback")
+    phase.settle_hook()
+    phase.settle_hook()
+    assert phase.current_hook() == ("", 4, "")
+    phase.end()

@@ -104,6 +104,51 @@ def test_deaf_processes_are_killed(start, number):
     assert (result.wall_s >= 4) or number == signal.SIGINT
 
 
+COUNTS = """
+import faulthandler
+faulthandler.register(signal.SIGQUIT) if me == 0 else None
+print("ready", os.getpid(), flush=True)
+while not os.path.exists("done"):
+    time.sleep(0.02)
+"""
+
+
+def test_sigquit_prints_stacks_and_ends_nothing(start, tmp_path):
+    launched = start(ME + COUNTS)
+    launched.read_until("ready", count=2)
+    launched.popen.send_signal(signal.SIGQUIT)
+    line = ""
+    while not line.startswith("[0]   File"):
+        line = launched.popen.stderr.readline()
+        assert line
+        assert not line.startswith("process 1") or "process 1 prints no stacks: it has no handler of SIGQUIT" in line
+    (tmp_path / "done").touch()
+    result = launched.wait(timeout_s=20)
+    assert result.code == 0, result.err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_z_pauses_all_until_sigcont(start, tmp_path):
+    launched = start(ME + COUNTS)
+    pids = [int(line.split()[-1]) for line in launched.read_until("ready", count=2)]
+    states = lambda: {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+    pids.append(launched.popen.pid)
+    for number, expected in ((signal.SIGTSTP, {"T"}), (signal.SIGCONT, {"S", "R", "D"})) * 2:
+        launched.popen.send_signal(number)
+        deadline = time.monotonic() + 10
+        while not states() <= expected:
+            assert time.monotonic() < deadline, states()
+            time.sleep(0.02)
+    (tmp_path / "done").touch()
+    assert launched.wait(timeout_s=20).code == 0
+
+
+def test_escapes_of_a_failed_process_are_not_printed(run):
+    result = run(ME + "print('\\x1b]0;title\\x07', file=sys.stderr); sys.exit(7 if me else 0)")
+    explained = result.err[result.err.index("process 1 failed first") :]
+    assert result.code == 7 and "\\x1b]0;title\\x07" in explained and "\x1b" not in explained
+
+
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -153,6 +153,14 @@ def test_other_folders_dumps_and_host_names_pass(forks, hosts):
     assert os.listdir(hosts / "dump"), "the flag was not seen"
 
 
+def test_devices_that_differ_are_reported_to_all(forks, hosts):
+    """Process 1 exits with 78 after it has joined, and process 0 reports why."""
+    first, second = train(forks, hosts, overrides=["devices=cpu:4"])
+    assert (first.code, second.code) == (75, 78), (first, second)
+    assert "process 1 failed in its check of devices (ConfigError: devices: cpu:4 needs 2 in process 0" in first.output
+    assert first.seconds < 30, "it waited for a timeout"
+
+
 @pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_failure_before_first_step_ends_all_processes(forks, hosts, who):
     for name in ("a", "b"):

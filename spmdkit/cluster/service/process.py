@@ -37,6 +37,10 @@ class ServiceProcess:
             start_new_session=True,
         )
 
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
     def listen(self, address: str) -> None:
         """Instructs the process to listen at `address`; see `wait_until_up`."""
         assert self._popen.stdin is not None

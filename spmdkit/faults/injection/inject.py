@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -27,6 +27,13 @@ from spmdkit.faults.injection.fault import (
     TEMPORARY_FOR_S,
 )
 from spmdkit.foundation import phase
+from spmdkit.foundation.constants import DRILL_FILE
+
+
+def inject_at_phases() -> None:
+    """Injects the faults that a drill requests at the phases of this process; no effect outside of a drill."""
+    if path := os.environ.get(DRILL_FILE):
+        phase.on_change = FaultInjector(path).enter_phase
 
 
 class FaultInjector:
@@ -42,17 +49,21 @@ class FaultInjector:
     def before_step(self, step: int) -> None:
         """Injects a fault that is due at this step or immediately."""
         self._step = step
-        raw = os.pread(self._descriptor, REQUEST_BYTES, 0)
-        if raw != self._raw:
-            with suppress(ValueError):  # half written: complete at the next step
-                self._request, self._raw = json.loads(raw.rstrip(b" \0") or b"{}"), raw
-                if self._request.get("number") == self._last_injected:
-                    self._request = {}
+        self._read_request()
         request = self._request
         if request and (request["at"] == "now" or (request["at"] == "step" and step >= request["moment"])):
             self._inject(request)
         if time.monotonic() < self._slow_until:
             time.sleep(STEP_DELAY_S)
+
+    def enter_phase(self, place: phase.Phase) -> None:
+        """Injects a fault that is due in this phase."""
+        self._step = place.step
+        self._read_request()
+        request = self._request
+        is_due = request.get("at") == "phase" and place.phase.partition(" ")[0] == request["phase"]
+        if is_due and place.step >= request["moment"]:
+            self._inject(request)
 
     def after_save(self) -> None:
         """Injects a fault that is due at this save, which has started."""
@@ -69,6 +80,14 @@ class FaultInjector:
 
         return injected_step
 
+    def _read_request(self) -> None:
+        raw = os.pread(self._descriptor, REQUEST_BYTES, 0)
+        if raw != self._raw:
+            with suppress(ValueError):  # half written: complete at the next step
+                self._request, self._raw = json.loads(raw.rstrip(b" \0") or b"{}"), raw
+                if self._request.get("number") == self._last_injected:
+                    self._request = {}
+
     def _read_result(self) -> int | None:
         with suppress(ValueError):
             result = json.loads(os.pread(self._descriptor, REQUEST_BYTES, RESULT_OFFSET).rstrip(b" \0") or b"{}")
@@ -84,7 +103,7 @@ class FaultInjector:
             self._after(request["delay_s"], lambda: self._write_result(number))
         elif kind == "hang":
             self._write_result(number)
-            with phase.during("data"):
+            with nullcontext() if request["at"] == "phase" else phase.during("data"):
                 while True:
                     time.sleep(60)
         elif kind == "slow":

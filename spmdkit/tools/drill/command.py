@@ -17,7 +17,7 @@ from typing import Any
 from spmdkit.config import Config, load_config
 from spmdkit.elastic.sizes import Elastic
 from spmdkit.errors import ConfigError, ExitCode, outcome
-from spmdkit.faults.injection.fault import CHANGES_RESULTS, CHECKPOINT_FAULTS, NETWORK, Fault, parse
+from spmdkit.faults.injection.fault import CHANGES_RESULTS, CHECKPOINT_FAULTS, DETECTION_CODES, NETWORK, Fault, parse
 from spmdkit.foundation.constants import is_step_name
 from spmdkit.foundation.files import write_json, write_text
 from spmdkit.foundation.formatting import format_seconds, visible
@@ -185,7 +185,7 @@ def _result(
         "same_parameters": not leaf,
         "same_metrics": not record,
         "different": [text for text in (leaf, record) if text],
-        **figures.summary(disturbed.injections, disturbed.attempts, clean.attempts),
+        **figures.summary(disturbed.injections, disturbed.attempts, clean.attempts, finished=code == 0),
         "shares": figures.shares(disturbed.bars),
         "faults": [figures.injection_row(injection, begin) for injection in disturbed.injections],
         "bars": [_bars(bars, begin) for bars in disturbed.bars],
@@ -217,11 +217,11 @@ def _failures(disturbed: Driver, code: int, leaf: str, record: str) -> list[str]
             for what, text in (("the state is", leaf), ("metrics are", record))
             if text
         ]
+    settings = {"bit-flip": ": set replica_check", "nan": ": set on_nonfinite"}
     why += [
-        f"fault {injection.number}, {injection.fault}, was never detected"
-        + (": set replica_check" if injection.fault.kind == "bit-flip" else "")
+        f"fault {injection.number}, {injection.fault}, was never detected{settings.get(injection.fault.kind, '')}"
         for injection in disturbed.injections
-        if injection.fault.kind in ("bit-flip", "disk-full") and injection.detected is None and not injection.failed
+        if injection.fault.kind in DETECTION_CODES and injection.detected is None and not injection.failed
     ]
     return why
 

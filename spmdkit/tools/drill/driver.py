@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import resource
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -19,6 +20,9 @@ from pathlib import Path
 from spmdkit.errors import ExitCode
 from spmdkit.faults.injection.fault import (
     CHECKPOINT_FAULTS,
+    CLOCK_STEP_S,
+    DETECTION_CODES,
+    DETECTION_EVENTS,
     DISK_FULL_BYTES,
     ENDS_ATTEMPT,
     INJECTED_BY_DRILL,
@@ -31,24 +35,14 @@ from spmdkit.faults.injection.fault import (
 )
 from spmdkit.foundation.constants import DRILL_FILE
 from spmdkit.foundation.run_status import step_of
-from spmdkit.launch.process import send
+from spmdkit.launch.process import send, virtual_bytes
+from spmdkit.launch.root_cause import cause, describe_status
 from spmdkit.launch.supervisor import Child, ReportFile
 from spmdkit.tools.drill import corrupt, timing
+from spmdkit.tools.drill.clock import Clocks
 from spmdkit.tools.drill.network import LAUNCHER, Network, host_address
 from spmdkit.tools.drill.timeline import Bars, Events, InjectionResult, Start, bar_of
 from spmdkit.tools.drill.timing import Moment, Pace
-
-DETECTION_EVENTS = (
-    "straggler",
-    "save_failed",
-    "skipped",
-    "nonfinite",
-    "rolled_back",
-    "replicas_differ",
-    "preempted",
-    "fault",
-)
-"""Events that show that the run has detected a fault."""
 
 
 class Driver:
@@ -88,8 +82,13 @@ class Driver:
         self._reached = self._idle = 0
         self._resumed_at = 0  # the step from which the attempt resumes
         self._is_new_attempt = True
+        self._service: int | None = None  # the process of the coordination service
+        self._clocks = Clocks(num_processes if any(fault.kind == "clock" for fault in faults) else 0)
 
     # ---- the launcher's calls ----
+
+    def on_service(self, pid: int) -> None:
+        self._service = pid
 
     @property
     def addresses(self) -> tuple[str, str]:
@@ -107,7 +106,7 @@ class Driver:
             self.bars[process].at("start", self._clock())
         note = ReportFile()
         self._notes.append(note)
-        return {DRILL_FILE: note.path}, [note.descriptor]
+        return {DRILL_FILE: note.path, **self._clocks.variables(process)}, [note.descriptor]
 
     def on_poll(self, children: Sequence[Child]) -> None:
         """Records what each process does now, and injects faults that are due."""
@@ -123,13 +122,13 @@ class Driver:
             self.bars[child.process].at(kind, now)
         steps = [step_of(child.step.read()) for child in children]
         known = [step for step in steps if step is not None]
+        self._read_result(children)  # before the events: a fault and its event may both be newer than the last poll
         self._read_events()
         if attempt.first_step is None and len(known) == len(children) and min(known) > self._resumed_at:
             attempt.first_step = now
         if self._is_new_attempt:
             self._is_new_attempt = False
             self._request_next(all_children, new_attempt=True)
-        self._read_result(children)
         if self._pending is not None and self._pending.fired is None and self._was_replaced(children):
             self._request_next(all_children, new_attempt=False)
         self._inject_if_due(all_children, now)
@@ -144,18 +143,15 @@ class Driver:
         now, attempt = self._clock(), self.attempts[-1]
         self.stop_signal, self._between_attempts = stop_signal, True
         children = _current_children(children)
-        self._read_events()
         self._read_result(children)
+        self._read_events()
         attempt.end = now
         if self._network is not None:
             self._network.restore()
-        died = [child.process for child in children if child.exit is None or child.exit.code]
-        for injection in self._unrecovered():
-            if injection.detected is None and died:
-                injection.detected, injection.detected_by = now, "the end of the attempt"
+        self._note_end(children, now)
         for injection in self.injections:
             survived = injection.in_process and (injection.recovered is not None or injection.overtaken)
-            ends = injection.fault.kind in ENDS_ATTEMPT and not survived
+            ends = (injection.fault.kind in ENDS_ATTEMPT or injection.exit_code is not None) and not survived
             if ends and injection.attempt == len(self.attempts):
                 injection.reached, injection.unfinished = self._reached, corrupt.unfinished(self._run_dir)
         newest = corrupt.newest(self._run_dir)
@@ -174,6 +170,7 @@ class Driver:
     def close(self) -> None:
         """Ends the timelines."""
         self._close_notes()
+        self._clocks.close()
         for bars in self.bars:
             if bars.bars and bars.bars[-1].kind == "restart":
                 bars.bars.pop()
@@ -187,7 +184,8 @@ class Driver:
             if not self._queue:
                 return
             fault, self._turn = self._queue[0]
-            if fault.step is None and fault.seconds is None and not new_attempt and self._reached >= self._steps:
+            is_random = fault.step is None and fault.seconds is None and fault.phase is None
+            if is_random and not new_attempt and self._reached >= self._steps:
                 return
             self._queue.pop(0)
             injection = self._pending = InjectionResult(fault, len(self.injections) + 1, 0, None)
@@ -198,6 +196,10 @@ class Driver:
         self._due_at = float("inf")
         if fault.step is not None:
             injection.moment = Moment("step", 0.0, fault.step)
+        elif fault.phase is not None and fault.phase == "save" and fault.kind != "hang":
+            injection.moment = Moment("save", 0.0, 1)
+        elif fault.phase is not None:
+            injection.moment = Moment("phase", 0.0, fault.from_step)
         elif fault.seconds is not None:
             self._due_at = max(self.attempts[0].begin + fault.seconds * self._turn, self._clock())
             return
@@ -211,12 +213,12 @@ class Driver:
                 injection.moment = Moment("step", injection.moment.delay_s, from_step + 1)
         if injection.moment.at == "start":
             self._due_at = start + injection.moment.delay_s
-        elif fault.kind not in INJECTED_BY_DRILL or injection.moment.at == "save":
+        elif fault.kind not in INJECTED_BY_DRILL or injection.moment.at in ("save", "phase"):
             self._send_request(injection, children, injection.moment)
 
     def _send_request(self, injection: InjectionResult, children: Sequence[Child], moment: Moment) -> None:
         order = {"number": injection.number, "kind": injection.fault.kind, "seed": self._rng.randrange(1 << 30)}
-        order |= {"at": moment.at, "moment": moment.number, "delay_s": moment.delay_s}
+        order |= {"at": moment.at, "moment": moment.number, "delay_s": moment.delay_s, "phase": injection.fault.phase}
         child = _current_children(children)[injection.process]
         number = next(number for number, candidate in enumerate(children) if candidate is child)
         self._requested = child, self._notes[number]
@@ -247,8 +249,18 @@ class Driver:
         send(child.popen.pid, SIGNALS[injection.fault.kind])
 
     def _inject_here(self, injection: InjectionResult, children: Sequence[Child]) -> None:
-        if injection.fault.kind == "disk-full":
+        kind, child = injection.fault.kind, children[injection.process]
+        if kind == "disk-full":
             _set_file_limit(children, DISK_FULL_BYTES)
+        elif kind == "memory":
+            _set_limit([child], resource.RLIMIT_AS, virtual_bytes(child.popen.pid))
+        elif kind == "clock":
+            injection.failed = self._clocks.set(injection.process, CLOCK_STEP_S)
+        elif kind == "service":
+            if self._service is None:
+                injection.failed = "a job of one process has no coordination service"
+            else:
+                send(self._service, signal.SIGKILL)
         elif self._network is not None:
             injection.failed = self._network.inject(injection.fault.kind, injection.process)
 
@@ -276,6 +288,17 @@ class Driver:
 
     # ---- observing --------------------------------------------------------------------------------------------------
 
+    def _note_end(self, children: Sequence[Child], now: float) -> None:
+        """Records how the last fault of an attempt ended it. Steps that were passed before that are no recovery."""
+        injections = [each for each in self.injections if each.attempt == len(self.attempts) and not each.overtaken]
+        first = cause([child.exit for child in children if child.exit is not None])
+        if first is None or not injections or injections[-1].in_process:
+            return
+        injection = injections[-1]
+        injection.exit_code, injection.message = first.code, first.message or describe_status(first)
+        injection.named, injection.recovered = first.blamed or (first.process,), None
+        _detect_by_exit(injection, now, first.code, "the end of the attempt")
+
     def _unrecovered(self) -> list[InjectionResult]:
         """Returns the faults after which training has not yet passed the step that it had reached before."""
         return [injection for injection in self.injections if injection.recovered is None and not injection.overtaken]
@@ -287,15 +310,14 @@ class Driver:
             self._noted_deaths.append(child)
             for injection in self._unrecovered():
                 injection.in_process = injection.in_process or injection.fault.kind in ENDS_ATTEMPT
-                if injection.detected is None:
-                    injection.detected, injection.detected_by = now, f"the exit of process {child.process}"
+                _detect_by_exit(injection, now, child.exit.code, f"the exit of process {child.process}")
 
     def _note_recovery(self, children: Sequence[Child], steps: Sequence[int], now: float) -> None:
         for injection in self._unrecovered():
             assert injection.fired is not None
-            dead = [c.process for c in children if c.exit is not None and c.exit.code]  # exit code 0: finished
-            if injection.detected is None and dead:
-                injection.detected, injection.detected_by = now, f"the exit of process {dead[0]}"
+            for child in children:
+                if child.exit is not None and child.exit.code:  # exit code 0: finished
+                    _detect_by_exit(injection, now, child.exit.code, f"the exit of process {child.process}")
             ends = injection.fault.kind in ENDS_ATTEMPT
             is_over = injection.detected is not None or (injection.fault.kind in TEMPORARY and now > injection.fired)
             passed = len(steps) == len(children) and min(steps) > injection.reached
@@ -311,6 +333,8 @@ class Driver:
         if done:
             if pending.fault.kind == "disk-full":
                 _set_file_limit(children, None)
+            if pending.fault.kind == "memory":
+                _set_limit(children, resource.RLIMIT_AS, None)
             if self._network is not None:
                 self._network.restore()
             self._pending = None
@@ -329,7 +353,8 @@ class Driver:
                     self.lost_commits.append((newest, step))
             for injection in self._unrecovered():
                 assert injection.fired is not None
-                if name in DETECTION_EVENTS and injection.detected is None and when >= injection.fired - 0.001:
+                events = DETECTION_EVENTS.get(injection.fault.kind, ("fault",))
+                if name in events and injection.detected is None and when >= injection.fired - 0.001:
                     injection.detected, injection.detected_by = when, f"the event '{name}'"
                 if name in ("restored", "started", "rolled_back") and when >= injection.fired and isinstance(step, int):
                     injection.restored = step
@@ -341,6 +366,13 @@ class Driver:
         self._notes.clear()
         self._noted_deaths.clear()
         self._requested = None
+
+
+def _detect_by_exit(injection: InjectionResult, now: float, code: int, how: str) -> None:
+    """Records that the exit of a process with `code` has detected a fault, if that shows a fault of its kind."""
+    codes = DETECTION_CODES.get(injection.fault.kind)
+    if injection.detected is None and (codes is None or code in codes):
+        injection.detected, injection.detected_by = now, how
 
 
 def _current_children(children: Sequence[Child]) -> list[Child]:
@@ -356,7 +388,11 @@ def _in_order(faults: Sequence[Fault]) -> list[Fault]:
 
 def _set_file_limit(children: Sequence[Child], num_bytes: int | None) -> None:
     """Limits the size of files that these processes write; None removes it. The error is EFBIG."""
+    _set_limit(children, resource.RLIMIT_FSIZE, num_bytes)
+
+
+def _set_limit(children: Sequence[Child], which: int, num_bytes: int | None) -> None:
     for child in children:
         with suppress(OSError):
-            hard = resource.prlimit(child.popen.pid, resource.RLIMIT_FSIZE)[1]
-            resource.prlimit(child.popen.pid, resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
+            hard = resource.prlimit(child.popen.pid, which)[1]
+            resource.prlimit(child.popen.pid, which, (hard if num_bytes is None else num_bytes, hard))

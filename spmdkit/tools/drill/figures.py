@@ -4,7 +4,8 @@ detection   from the fault until the launcher or the run detected it
 recovery    from the fault until every process had begun a step that no process had begun before; excluding faults that
             were followed by another one before that
 lost        steps that were begun and not restored, all of which are repeated
-goodput     seconds from the first step to the end without faults / the same with faults
+goodput     seconds from the first step to the end without faults / the same with faults; None if the run did not
+            finish
 """
 
 from __future__ import annotations
@@ -67,13 +68,18 @@ def injection_row(injection: InjectionResult, begin: float) -> dict[str, Any]:
         "recovery_s": since(injection.recovered),
         "overtaken": injection.overtaken,
         "in_process": injection.in_process,
+        "exit_code": injection.exit_code,
+        "named": list(injection.named),
+        "message": injection.message.partition("\n")[0] or None,
         "restored": injection.restored,
         "steps_lost": injection.lost,
     }
 
 
-def summary(injections: Sequence[InjectionResult], attempts: Sequence[Start], clean: Sequence[Start]) -> dict[str, Any]:
-    """Returns the figures over all faults."""
+def summary(
+    injections: Sequence[InjectionResult], attempts: Sequence[Start], clean: Sequence[Start], finished: bool = True
+) -> dict[str, Any]:
+    """Returns the figures over all faults; `finished`: the run with faults has trained all steps."""
     detection = [h.detected - h.fired for h in injections if h.detected is not None and h.fired is not None]
     recovery = [h.recovered - h.fired for h in injections if h.recovered is not None and h.fired is not None]
     lost = sum(h.lost or 0 for h in injections if not h.overtaken)
@@ -83,7 +89,7 @@ def summary(injections: Sequence[InjectionResult], attempts: Sequence[Start], cl
         "recovery_s": spread(recovery),
         "steps_lost": lost,
         "steps_repeated": lost,
-        "goodput": round(min(1.0, undisturbed / disturbed), 4) if disturbed > 0 else None,
+        "goodput": round(min(1.0, undisturbed / disturbed), 4) if finished and disturbed > 0 else None,
         "work_s": round(disturbed, 3),
         "undisturbed_work_s": round(undisturbed, 3),
         "undisturbed_start_s": round(start_seconds(clean), 3),

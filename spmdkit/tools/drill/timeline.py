@@ -66,6 +66,9 @@ class InjectionResult:
     recovered: float | None = None  # when every process had begun a step that no process had begun before
     overtaken: bool = False  # another fault was injected before that
     in_process: bool = False  # the remaining processes continued without it in the same start
+    exit_code: int | None = None  # of the attempt, if it ended with this fault
+    named: tuple[int, ...] = ()  # the processes at fault, according to the launcher
+    message: str = ""  # of the process that ended the attempt
     damaged: str = ""
     unfinished: str = ""  # the save that was incomplete at the end of the attempt
 

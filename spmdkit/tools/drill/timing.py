@@ -30,9 +30,9 @@ class Pace:
 class Moment:
     """When a fault is injected within an attempt."""
 
-    at: str  # start, step or save; at a save, the previous save is committed
+    at: str  # start, step, save or phase; at a save, the previous save is committed
     delay_s: float = 0.0  # seconds after it
-    number: int = 0  # of the step, or of the save in the attempt
+    number: int = 0  # of the step, or of the save in the attempt; the first step of a phase
 
 
 def draw(rng: random.Random, pace: Pace, newest: int, steps_left: int, faults_left: int, idle: int) -> Moment:
