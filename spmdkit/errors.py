@@ -16,6 +16,7 @@ class ExitCode(enum.IntEnum):
 
     DONE = 0
     CHECK_FAILED = 1
+    USAGE = 2
     PREEMPTED = 42
     FAILED = 70
     NOT_WRITTEN = 74
@@ -36,6 +37,7 @@ OUTCOMES: Mapping[str, tuple[ExitCode, str]] = {
             "bound, or `migrate` found settings that change training and have no counterpart"
         ),
     ),
+    "usage": (ExitCode.USAGE, "invalid command line"),
     "preempted": (ExitCode.PREEMPTED, "stopped and saved, start again"),
     "raised": (ExitCode.FAILED, "your function or data raised or exited"),
     "bug": (ExitCode.FAILED, "a bug of spmdkit, with its traceback"),
@@ -48,6 +50,12 @@ OUTCOMES: Mapping[str, tuple[ExitCode, str]] = {
     "interrupted": (ExitCode.INTERRUPTED, "Ctrl-C"),
 }
 """Outcome -> exit code and description. Errors, messages, events, the guide and the fuzzer use this table."""
+
+FINAL = (
+    *(ExitCode.CHECK_FAILED, ExitCode.USAGE, ExitCode.NOT_FINITE, ExitCode.CONFIG, ExitCode.CHECKPOINT),
+    ExitCode.INTERRUPTED,
+)
+"""Exit codes after which a restart would fail in the same way, or that a user requested: no launcher restarts them."""
 
 
 def outcome(code: int) -> str:

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from spmdkit.errors import ExitCode
+from spmdkit.errors import FINAL, ExitCode
 from spmdkit.foundation.timeouts import RESTART_FIRST_WAIT_S, RESTART_LONGEST_WAIT_S
-
-FINAL = (
-    0,
-    ExitCode.CHECK_FAILED,
-    2,  # invalid command line
-    ExitCode.NOT_FINITE,
-    ExitCode.CONFIG,
-    ExitCode.CHECKPOINT,
-    ExitCode.INTERRUPTED,
-)
-"""Exit codes after which a restart would fail in the same way."""
 
 MAX_IDLE = 3
 
@@ -39,7 +28,7 @@ class Restarts:
             newest: the newest committed step.
             before: the newest step when the attempt began; an existing run does not count as progress.
         """
-        if not self._may or code in FINAL:
+        if not self._may or code in (ExitCode.DONE, *FINAL):
             return None
         known = self._newest if before is None else max(self._newest, before)
         if newest is not None and newest > known:

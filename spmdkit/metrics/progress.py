@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from spmdkit.foundation.formatting import format_duration, format_seconds, visible
@@ -29,8 +30,8 @@ class Progress:
     """Shows records on a stream.
 
     `start_step`: the first step that this process trains (1 in a new run). `mode`: "rich" (a bar), "plain" (lines),
-    "auto" (a bar if `stream` is a terminal that supports one), "off" (no output). `examples_unit`: the unit counted per
-    second. `clock`: monotonic seconds, for the time left. NO_COLOR and TERM=dumb are respected.
+    "auto" (a bar if `stream` ends at a user's terminal that supports one), "off" (no output). `examples_unit`: the unit
+    counted per second. `clock`: monotonic seconds, for the time left. NO_COLOR and TERM=dumb are respected.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Progress:
         self._unfinished = False  # whether the last line has no newline yet
         self._bar = None
         dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-        if not dumb and (mode == "rich" or (mode == "auto" and self._out.isatty())):
+        if not dumb and (mode == "rich" or (mode == "auto" and self._out.isatty() and not _is_forwarded())):
             from spmdkit.metrics.progress_bar import Bar  # rich takes 40 ms to import
 
             self._bar = Bar(self._out, total_steps)
@@ -138,6 +139,20 @@ class Progress:
             return ""
         pace_s = (last_time - first_time) / (last_step - first_step)
         return f"left {format_duration(pace_s * (self._total - step))}"
+
+
+def _is_forwarded() -> bool:
+    """Returns whether the terminal of this process is a pseudo-terminal of Open MPI's mpirun, whose own output is no
+    terminal of this machine: a redirected log would contain the redrawn bars."""
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        return False
+    try:
+        mine, reader = os.readlink("/proc/self/fd/1"), os.getppid()
+        while (target := os.readlink(f"/proc/{reader}/fd/1")) == mine:  # a wrapper script
+            reader = int(Path(f"/proc/{reader}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):  # another user's process, or no /proc
+        return True
+    return not target.startswith(("/dev/pts/", "/dev/tty", "/dev/console"))
 
 
 GONE = (OSError, ValueError, AttributeError)  # the other end is closed, the file object is closed, there is no stream

@@ -4,6 +4,7 @@ cannot work is 78."""
 import ast
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,11 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spmdkit.errors import ConfigError
+from spmdkit.errors import FINAL, ConfigError, ExitCode
 from spmdkit.foundation import redact
 from spmdkit.launch.engines import all_engines
-from spmdkit.launch.engines.base import REQUIRED, ClusterJob, complete
+from spmdkit.launch.engines.base import AGAIN, REQUIRED, ClusterJob, complete
 from spmdkit.launch.engines.submit import launch_on, prepared, submit
+from spmdkit.launch.restart_policy import Restarts
 from tests.engines.schema import mistakes
 
 FOLDER = Path(__file__).parent
@@ -53,6 +55,27 @@ def test_each_engine_has_a_row_and_described_options():
         assert (engine.__doc__ and "Source:" in engine.__doc__) or name == "ssh"
         for option, (default, description) in engine.OPTIONS.items():
             assert description and not description.endswith(".") and isinstance(default, str), (name, option)
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDEN if case != "kubeflow"])
+def test_every_engine_ends_at_the_same_codes(case):
+    text = text_of(rendered(case))
+    ends = re.findall(r"(?m)^ *0\|([\d|]+)\) |exit code \(([\d|]+)\) \.\*$|^FINAL = \(([\d, ]+)\)$", text)
+    codes = [{int(code) for code in re.findall(r"\d+", "".join(found))} for found in ends]
+    assert [each for each in codes if each != {42}] == [set(map(int, FINAL))]
+
+
+def test_guide_has_the_table_of_restarts():
+    guide = (FOLDER.parents[1] / "docs/guide.md").read_text()
+    table = guide.split("| exit code | restarted by")[1].split("\n\n")[0]
+    rows = {tuple(re.findall(r"\d+", row.split("|")[1])): row.split("|")[2].strip() for row in table.splitlines()[2:]}
+    never = {int(code) for codes, what in rows.items() if what.startswith("never") for code in codes}
+    always = {int(code) for codes, what in rows.items() if what.startswith("always") for code in codes}
+    assert never == {0, *FINAL} and always == {AGAIN}
+    assert {code for codes in rows for code in map(int, codes)} >= set(map(int, ExitCode))
+    for code in {*map(int, ExitCode), 137, 139}:
+        restarted = Restarts(3).next_delay_s(code, 1) is not None
+        assert restarted == (code not in never), code
 
 
 @pytest.mark.parametrize("case", GOLDEN)

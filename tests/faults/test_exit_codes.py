@@ -25,4 +25,4 @@ def test_outcomes_and_errors_have_codes_of_the_table():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SpmdkitError)]
     assert len(kinds) >= 9
     assert all(isinstance(kind.exit_code, ExitCode) for kind in kinds)
-    assert {kind.exit_code for kind in kinds} == set(ExitCode) - {ExitCode.DONE, ExitCode.INTERRUPTED}
+    assert {kind.exit_code for kind in kinds} == set(ExitCode) - {ExitCode.DONE, ExitCode.USAGE, ExitCode.INTERRUPTED}

@@ -1,7 +1,10 @@
 """Progress: the very lines, the bar on a terminal, the time left, and streams that go away."""
 
 import io
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -211,3 +214,33 @@ def test_numbers_read_well():
     assert [format_rate(r) for r in (12345.4, 98.66, 0.0341, 0)] == ["12345", "98.7", "0.034", "0.0"]
     values = [format_value(v) for v in (2.34111, 0.0, 1.2e-5, 12345.67, 1e9, 7, -0.5, float("nan"))]
     assert values == ["2.3411", "0.0000", "1.200e-05", "12345.7", "1.000e+09", "7", "-0.5000", "nan"]
+
+
+MPIRUN = """
+import os, subprocess, sys
+reader, writer = os.openpty()
+command = [sys.executable, "-c", sys.argv[1]]
+if sys.argv[2] == "wrapped":
+    command = ["sh", "-c", '"$@"; exit', "sh", *command]
+env = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", "TERM": "xterm"}
+child = subprocess.Popen(command, stdout=writer, env=env)
+os.close(writer)
+sys.exit(child.wait())
+"""
+CHILD = """
+import sys
+from spmdkit.metrics import Progress
+sys.exit(3 if Progress(10)._bar else 4)
+"""
+
+
+@pytest.mark.parametrize("wrapped", ["plain", "wrapped"])
+@pytest.mark.parametrize("to", ["file", "terminal"])
+def test_bar_behind_mpirun_needs_a_terminal_of_mpirun(tmp_path, wrapped, to):
+    reader, writer = os.openpty()
+    with open(tmp_path / "log", "wb") as log:
+        out = log if to == "file" else writer
+        code = subprocess.run([sys.executable, "-c", MPIRUN, CHILD, wrapped], stdout=out, timeout=60).returncode
+    os.close(reader)
+    os.close(writer)
+    assert code == (4 if to == "file" else 3)

@@ -32,7 +32,7 @@ from spmdkit.errors import OUTCOMES, ExitCode
 from spmdkit.faults import exit_handler
 
 MAX_LINES, MAX_S = 25, 3.0
-USAGE = 2
+USAGE = int(ExitCode.USAGE)
 """Exit code of click for a command line that it cannot parse."""
 
 TASK = """
@@ -407,7 +407,7 @@ def main() -> int:
                     f"case {number}: {case.kind}: {' '.join(case.command)[:100]!r}: {case.said[:160]}: {', '.join(problems)}",
                     flush=True,
                 )
-    words = {int(code): word for code, word in OUTCOMES.values()} | {0: "done", USAGE: "usage"}
+    words = {int(code): word for code, word in OUTCOMES.values()} | {0: "done"}
     print(f"{asked.count} cases of seed {asked.seed}: {bad} wrong; slowest {slowest:.2f} s of the processor")
     print(", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))
     print(", ".join(f"{count} x {code} ({words.get(code, '?')})" for code, count in sorted(codes.items())))

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from spmdkit import errors
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.foundation.formatting import nearest
 
@@ -23,8 +24,8 @@ REQUIRED = "<required>"
 AGAIN = int(ExitCode.PREEMPTED)
 """The exit code that requests a restart."""
 
-FINAL = tuple(int(code) for code in (ExitCode.CHECK_FAILED, ExitCode.NOT_FINITE, ExitCode.CONFIG, ExitCode.CHECKPOINT))
-"""Exit codes after which a restart would fail in the same way."""
+FINAL = tuple(map(int, errors.FINAL))
+"""Exit codes that are not restarted."""
 
 
 class Option(NamedTuple):
