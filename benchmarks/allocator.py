@@ -44,7 +44,7 @@ def work(choice: str, num_devices: int) -> None:
     """Builds the step, then answers each line of standard input by one turn of what it names."""
     from spmdkit.program import allocator
 
-    has_one_arena = allocator.use_one_arena(f"cpu:{num_devices}", {**os.environ, allocator.SWITCH: choice})
+    retains_memory = allocator.prepare(f"cpu:{num_devices}", {**os.environ, allocator.SWITCH: choice})
 
     import jax
 
@@ -80,7 +80,7 @@ def work(choice: str, num_devices: int) -> None:
         return (time.perf_counter() - begun) / BATCHES, (time.process_time() - cpu) / BATCHES, 0
 
     step()
-    if has_one_arena:
+    if retains_memory:
         assert allocator.disable_trimming()
     step()
     print("ready", flush=True)

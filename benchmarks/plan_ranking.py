@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault("NPROC", "34")
+os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("SPMDKIT_RATES", str(Path(tempfile.mkdtemp()) / "rates.json"))
 
 import jax

@@ -18,7 +18,7 @@ if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK) and shutil.disk_usa
     tempfile.tempdir = None  # has been read
 os.environ["JAX_PLATFORMS"] = os.environ.get("SPMDKIT_TEST_PLATFORMS", "cpu")  # benchmarks/gpu.py: cuda,cpu
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("NPROC", str(4 * 8 + (os.cpu_count() or 1)))  # see spmdkit/cluster/join.py
+os.environ.setdefault("NPROC", str(max(2 * 8, os.cpu_count() or 1)))  # see spmdkit/cluster/join.py
 if QUICK_XLA:  # read once, when jax is imported, by this process and those it starts
     os.environ.setdefault("XLA_FLAGS", QUICK_XLA)
 os.environ.setdefault("SPMDKIT_COMPILE_CACHE", "off")  # a test compiles what it says it does

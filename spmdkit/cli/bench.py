@@ -56,12 +56,12 @@ def communication(
     from spmdkit.tools.bench.communication import ComparisonOptions, run_communication
 
     loaded = load_config(config, overrides or [])
-    has_one_arena = allocator.use_one_arena(loaded.devices, os.environ)
     spec = detect_cluster(os.environ, loaded.cluster.environment)
+    retain_memory = allocator.prepare(loaded.devices, os.environ, spec.num_processes)
     cluster = join(spec, loaded.devices, interface=loaded.cluster.interface)
     options = ComparisonOptions(
         reducers=reducers, syncs=syncs, steps=steps, seeds=seeds, within=within, as_json=json_, out=out
     )
-    code = run_communication(loaded, cluster, options, retain_memory=has_one_arena)
+    code = run_communication(loaded, cluster, options, retain_memory=retain_memory)
     cluster.shutdown()
     raise SystemExit(code)

@@ -32,9 +32,6 @@ from spmdkit.foundation.timeouts import (
     SERVICE_SHUTDOWN_S,
 )
 
-COLLECTIVES_AT_ONCE = 4
-"""The collectives in which one device waits concurrently, at most."""
-
 
 class Generation(NamedTuple):
     """One of several clusters that a process joins in sequence."""
@@ -143,20 +140,21 @@ def _cpu_devices_per_process(spec: ClusterSpec, devices: str | Sequence[int], nu
 
 
 def num_threads(num_devices: int) -> int:
-    """Returns the size of XLA's thread pool (environment variable `NPROC`) for a number of fake CPU devices.
+    """Returns the size of XLA's thread pools (environment variable `NPROC`) for a number of fake CPU devices: two for
+    each device, and not fewer than there are cores.
 
-    XLA runs CPU programs on max(cores, devices) threads. A collective blocks one thread per waiting device; a device
-    waits in several collectives concurrently if the program does not order them. Without a free thread, the device that
-    all others wait for never starts ("Expected 2 threads to join the rendezvous"; jaxlib 0.10.2: eight devices on ten
-    threads, never on eighteen). While one device is missing, c concurrent collectives block at most c (D - 1) threads,
-    so 1 + c (D - 1) threads are enough; here c = COLLECTIVES_AT_ONCE.
+    An execution occupies one thread for each device: a collective blocks the thread of a waiting device, and the
+    collectives of one execution follow one another (CollectiveThunk::resource_uses in xla/backends/cpu/runtime). A
+    launch occupies another thread for each device: from 32 executions in flight on, it waits in a pool's thread until
+    one of them ends. With 2 D - 1 threads for D devices the launches hold what the executions need, and these wait
+    forever ("Expected 2 threads to join the rendezvous"). jaxlib 0.10.2: 34 executions in flight end with 2 D threads,
+    and hang with 2 D - 1; 30 end with D threads (D = 2 and 4, one and two processes, 2026-11-28).
 
-    XLA also splits every product into as many parts as there are threads: with ten threads instead of five, a step of
-    the byte GPT on two devices and two cores takes a tenth longer (2026-11-25). Creating 16,000 threads takes 39 s:
-    beyond 256 devices there are fewer per device.
+    More threads cost time, because XLA splits every product into as many parts: with five instead of four, a step of
+    the byte GPT on two devices and two cores takes a tenth longer. Creating 16,000 threads takes 39 s: beyond 256
+    devices there is one for each device.
     """
-    waiting = num_devices - 1 + (COLLECTIVES_AT_ONCE - 1) * min(num_devices - 1, 256)
-    return max(os.cpu_count() or 1, num_devices, 1 + waiting)
+    return max(os.cpu_count() or 1, num_devices + min(num_devices, 256))
 
 
 def _configure(
@@ -167,8 +165,8 @@ def _configure(
     collective_timeout_s: float | None,
 ) -> None:
     """Sets the options that JAX reads when it creates its devices, for the entire process."""
-    if num_cpu is not None and num_cpu > 1:
-        os.environ.setdefault("NPROC", str(num_threads(num_cpu)))
+    if (on_cpu := num_cpu or spec.devices_per_process or 1) > 1:
+        os.environ.setdefault("NPROC", str(num_threads(on_cpu)))
     if num_cpu is not None:
         jax.config.update("jax_platforms", "cpu")
         # More devices than requested are harmless; fewer than another caller in this process requested are not.

@@ -30,6 +30,10 @@ LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
 MAX_FAKE_DEVICES = 4096
 
 
+STEPS_IN_FLIGHT = 16
+"""The number of steps that a training loop dispatches before it waits for the oldest."""
+
+
 def fake_devices(text: str) -> int | None:
     """Returns N of `cpu:N`, the number of fake CPU devices from 1 to MAX_FAKE_DEVICES; None for any other value."""
     kind, _, count = text.partition(":")

@@ -2,9 +2,11 @@
 step's temporaries.
 
 XLA:CPU allocates all temporaries of a step as one block and frees it at the end. glibc maps a block above 32 MiB again
-each time: 65,000 page faults per step for 260 MiB, a third of the step time (docs/benchmarks.md). Three `mallopt`
-settings keep the block in the heap. One arena is set before a run joins, since later threads would have their own. No
-mapping and no trimming are set after the step is compiled; otherwise the compiler's memory would stay allocated too.
+each time: 65,000 page faults per step for 260 MiB, a third of the step time (docs/benchmarks.md). No mapping and no
+trimming keep the block in the heap. They are set after the step is compiled; otherwise the compiler's memory would stay
+allocated too. A heap of a thread holds at most 64 MiB, so with one device all threads share one arena; this is set
+before a run joins, since later threads would have their own. With several devices in a process, one arena costs more
+than it saves: the threads of all devices wait for it.
 
 Only `train` and `bench communication` apply them, for the lifetime of the process. SPMDKIT_ALLOCATOR=system disables
 them, and so does any allocator setting of the C library in the environment.
@@ -29,17 +31,21 @@ _ACCELERATORS = ("nvidia0", "kfd", "accel0", "vfio/0")
 """Device files of GPUs and TPUs, under /dev."""
 
 
-def use_one_arena(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
-    """Makes all later threads share one arena if the config's `devices` are CPU devices; returns whether it did.
+def prepare(devices: str | Sequence[int], environ: Mapping[str, str], num_processes: int = 1) -> bool:
+    """Returns whether to call `disable_trimming` after the step is compiled: whether the config's `devices` are CPU
+    devices. If each process has one of them, makes all later threads share one arena.
 
     Raises:
         ConfigError: SPMDKIT_ALLOCATOR has an unknown value.
     """
-    return _requested(environ) and _on_cpu(devices, environ) and glibc() is not None and _set(_ARENA_MAX, 1)
+    if not (_requested(environ) and _on_cpu(devices, environ) and glibc() is not None):
+        return False
+    count = fake_devices(devices) if isinstance(devices, str) else len(devices)
+    return (count or 1) > num_processes or _set(_ARENA_MAX, 1)
 
 
 def disable_trimming() -> bool:
-    """Trims the heap now and disables trimming; returns whether the allocator accepted it. Call `use_one_arena`
+    """Trims the heap now and disables trimming; returns whether the allocator accepted it. Call `prepare`
     first."""
     accepted = _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, -1)
     ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

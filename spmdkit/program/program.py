@@ -33,7 +33,6 @@ from spmdkit.mesh import mesh
 from spmdkit.program import auto, compile_log, compiler, memory, packing_check, padding_check, parameter_groups, phases
 from spmdkit.program import groups as program_groups
 from spmdkit.program.choose_lowering import choose_form
-from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.eval_params import eval_params_of
 from spmdkit.program.evaluation import Evaluator, SetEvaluator, check_best
 from spmdkit.program.explain import explain
@@ -89,7 +88,6 @@ class Program:
         self.compile_log, self.checks = list[str](), StepChecks(None, None)
         self.may_be_donated = devices[0].platform == "cpu"
         self._devices = devices
-        self._waits, self._previous = most_in_flight(devices, jax.process_count()) == 1, None
         compat.lay_out_ffts()
         convolutions.split_grouped_convolutions()
         callbacks.run_callbacks_on_meshes(mesh.REPLICA_AXES)
@@ -397,9 +395,6 @@ class Program:
             due = [(p.in_place, program) for p, program in compiled if p.runs(number)]
         step = next((program for in_its_place, program in due if in_its_place), self.compiled)
         state, metrics, self.checks = step(state, batch)
-        if self._waits:
-            jax.block_until_ready(self._previous)
-            self._previous = metrics
         self._validate_first(metrics, self.metrics)
         for program in (program for in_its_place, program in due if not in_its_place):
             state = program(state)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from spmdkit.checkpoint import Checkpoints
-from spmdkit.cluster import Cluster
+from spmdkit.cluster import Cluster, detect_cluster
 from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, load_config
 from spmdkit.errors import CheckpointError, Preempted, RendezvousError
@@ -97,7 +97,8 @@ def train(
     if not isinstance(config, Config):
         config = load_config(config)
     resume_check.check_allowed(allow_change)
-    retain_memory = allocator.use_one_arena(config.devices, os.environ)
+    joined = cluster or detect_cluster(os.environ, config.cluster.environment)
+    retain_memory = allocator.prepare(config.devices, os.environ, joined.num_processes)
     with StopSignals() as signals:
         job = TrainJob(config, cluster, task, tuple(allow_change), signals, retain_memory, tuple(reset))
         if config.elastic.in_process:

@@ -24,13 +24,13 @@ from spmdkit.config import Config, to_yaml
 from spmdkit.data import DeviceBatches
 from spmdkit.errors import CheckpointWriteError, Preempted, UserCodeError
 from spmdkit.faults import ExitRequested, StopSignals, Watchdog, describe, taken_over
+from spmdkit.foundation.constants import STEPS_IN_FLIGHT
 from spmdkit.foundation.run_status import StepMark
 from spmdkit.foundation.timeouts import OWNERSHIP_RECHECK_S, SAVE_ABANDON_S
 from spmdkit.foundation.trees import whole_on_host
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics import read_lines
 from spmdkit.metrics.report.run import write_report
-from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.program import Program
 from spmdkit.program.restore import checkpoints_of
 from spmdkit.run import hooks, watchdog_callbacks
@@ -84,7 +84,6 @@ class Run:
         self.input_given_up = False
         self._stack = ExitStack()
         self.in_flight: collections.deque[DeviceMetrics] = collections.deque()
-        self._most_in_flight = most_in_flight(cluster.devices, cluster.num_processes)
         self.last_logged: Metrics = {}
         self.last_eval: tuple[int, Metrics] | None = None
         self._rollbacks: set[Any] = set()
@@ -93,7 +92,7 @@ class Run:
         self._uneven_epochs = False
         self.reporter = Reporter(config, cluster, clock)
         self.hook_runner = HookRunner(
-            hooks.of_run(config, program.task.hooks), cluster, config.num_steps, self._most_in_flight
+            hooks.of_run(config, program.task.hooks), cluster, config.num_steps, STEPS_IN_FLIGHT
         )
 
     def __enter__(self) -> Run:
@@ -425,7 +424,7 @@ class Run:
         examples = schedule.size(schedule.number(step)) if schedule.sizes else None
         self.reporter.throughput.tick(step, wait_s, examples)
         self.in_flight.append(values)
-        if len(self.in_flight) > self._most_in_flight:
+        if len(self.in_flight) > STEPS_IN_FLIGHT:
             jax.block_until_ready(self.in_flight.popleft())
 
     def finish(self, save_again: Callable[[], None]) -> None:

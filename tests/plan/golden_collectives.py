@@ -77,7 +77,7 @@ def strategies_of(target: str) -> tuple[str, ...]:
 
 def entries(target_name: str, strategies: Sequence[str]) -> Iterator[tuple[str, Entry]]:
     """Yields the entry of each strategy, compiled in this process."""
-    os.environ.setdefault("NPROC", "20")
+    os.environ.setdefault("NPROC", "16")
     from spmdkit.errors import SpmdkitError
     from spmdkit.plan.machine.target import open_target, parse_target
 

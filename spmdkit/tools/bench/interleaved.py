@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from spmdkit.errors import ConfigError
-from spmdkit.program.dispatch_limit import most_in_flight
+from spmdkit.foundation.constants import STEPS_IN_FLIGHT
 from spmdkit.program.program import Program
 
 BLOCKS = 20
@@ -57,7 +57,6 @@ class Trained:
     def __post_init__(self) -> None:
         self._state: Any = self.program.init()
         self._batches = self.program.batches(1, self.steps)
-        self._in_flight = most_in_flight(list(self.program.mesh.devices.flat), jax.process_count())
         self.block_steps = block_steps(self.program, self.steps)
 
     @property
@@ -75,8 +74,8 @@ class Trained:
             _, batch = next(self._batches)
             self._state, output = self.program.step(self._state, batch)
             metrics.append(output)
-            if len(metrics) > self._in_flight:
-                jax.block_until_ready(metrics[-1 - self._in_flight])
+            if len(metrics) > STEPS_IN_FLIGHT:
+                jax.block_until_ready(metrics[-1 - STEPS_IN_FLIGHT])
         jax.block_until_ready(self._state)
         seconds = time.perf_counter() - start
         is_whole = last - first + 1 == self.block_steps

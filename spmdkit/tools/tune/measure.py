@@ -58,13 +58,13 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     try:
         config = load_config(Path(request["config"]))
-        has_one_arena = allocator.use_one_arena(config.devices, os.environ)
+        retain_memory = allocator.prepare(config.devices, os.environ)
         cluster = join(detect_cluster({}), config.devices)
         with enable_cache(config.compile_cache, config.folder):
             if "settings" in request:
                 result = _variants(config, cluster, request["settings"])
             else:
-                result = _measure(config, cluster, request, has_one_arena)
+                result = _measure(config, cluster, request, retain_memory)
     except SpmdkitError as error:
         result = {"refused": " ".join(str(error).split())}
     print_json(result)
