@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit.compat.user_mesh import mesh_in_context
@@ -355,13 +356,25 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
     inner = _reporting(_with_any_extra(optimizer))
     if config.clip_norm is None:
         return inner
-    clip = optax.clip_by_global_norm(config.clip_norm)
+    clip = clip_by_global_norm(config.clip_norm)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         clipped, _ = clip.update(grads, clip.init(params), params)  # clipping is stateless
         return inner.update(clipped, state, params, **extra)
 
     return recorded(optax.GradientTransformationExtraArgs(inner.init, update))
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """Returns `optax.clip_by_global_norm`, which also records the norm for the log."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        norm = optax.tree.norm(grads)
+        trace_context.current().slots.record_norm(norm)
+        clip: Callable[[Any], Any] = lambda g: lax.select(norm < max_norm, g, (g / norm.astype(g.dtype)) * max_norm)
+        return jax.tree.map(clip, grads), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 @functools.lru_cache(maxsize=64)  # programs of one optimizer have equal states: it is static in the train state

@@ -401,6 +401,13 @@ class Program:
         self._stepped, self._returned = (state.step, number), weakref.ref(state)
         return state, metrics
 
+    def gradient_norm(self) -> float | None:
+        """Returns the norm of the gradient that the optimizer received in the last step, before `clip_norm`; the mean
+        over groups that train separately. None for a step that passes it none, or in a loop. Waits for the devices; all
+        processes call it."""
+        squares, num_groups = self.checks.squares, 1 if self.groups is None else self.groups.num
+        return None if squares is None else finite_check.gradient_norm(self.mesh, squares, num_groups)
+
     @property
     def narrow_leaves(self) -> list[str]:
         """The parameters with updates that `checks.sizes` measures, in its order."""

@@ -1,5 +1,5 @@
-"""The guard of a step: one code per device that shows whether loss, gradient and metrics are finite, and the handling
-of a non-finite step.
+"""The guard of a step: one code per device that shows whether loss, gradient and metrics are finite, the handling of a
+non-finite step, and the norm of the gradient.
 
     code      0, or the sum of LOSS, GRADIENT and METRICS (non-finite) and SPIKE (the loss exceeds the host's limit)
     stop      each device checks its shard of the gradient; the host combines the codes: no communication
@@ -9,26 +9,31 @@ of a non-finite step.
 The guard checks the gradient passed to `state.apply_gradients`, in the sharding of the update. If a step never calls
 it, or calls it inside a user's loop, branch or `jit`, the guard checks the new parameters instead.
 
-Wire: nothing, or one all-reduce of a scalar over all devices. Reads the gradient once.
+One read of the gradient gives both results of a device, from the sum of min(g * g, 1e28) + 0 * g over its part. It is
+NaN if and only if a value is not finite; otherwise it is the sum of squares. A leaf that N devices hold counts 1/N on
+each of them, so the host adds the sums of all devices (`gradient_norm`). With `clip_norm`, the norm is that of clipping.
+
+Wire: nothing, or one all-reduce of a scalar over all devices.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit import compat
-from spmdkit.foundation.trees import named_leaves
+from spmdkit.foundation.trees import common_dtype, named_leaves
 from spmdkit.mesh.mesh import REPLICA_AXES, spec_axes
 from spmdkit.step import trace_context
 from spmdkit.step.metrics.base import is_metric
+from spmdkit.step.reducer_io import ReducerSlots
 from spmdkit.step.state import TrainState
 from spmdkit.step.trace_context import Context
 
@@ -38,25 +43,17 @@ KINDS = {"loss": LOSS, "gradient": GRADIENT, "metrics": METRICS, "spike": SPIKE}
 """Name of a check in the config -> its bit in a code."""
 
 
-Trees = Sequence[Any] | None
-"""Gradients passed to the optimizer, one tree per call; None: the new parameters are checked."""
-
-
 def apply_guard(
-    context: Context, old: TrainState, new: TrainState, metrics: Metrics, gradients: Trees, limit: Any = None
-) -> tuple[TrainState, jax.Array | None]:
-    """Returns (the state after the step, its code). The code is int32[], or int32[parts] if it is not combined and the
-    devices hold different parts of the gradient.
-
-    `limit`: a larger loss counts as a spike.
-    """
-    code = guard_code(context, new.params, metrics, gradients, limit)
+    context: Context, old: TrainState, new: TrainState, metrics: Metrics, slots: ReducerSlots, limit: Any = None
+) -> tuple[TrainState, jax.Array | None, jax.Array | None]:
+    """Returns (the state after the step, its code, the squares of its gradient). See `guard_code`."""
+    code, squares = guard_code(context, new.params, metrics, slots, limit)
     if code is not None and guard_skips(context):
         with jax.named_scope(trace_context.GUARD):
             skip = is_skipped(context, code)
             selected = jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
         new = selected.replace(step=new.step, rng=new.rng)  # shared by all groups; rng never changes
-    return new, code
+    return new, code, squares
 
 
 def guard_skips(context: Context) -> bool:
@@ -71,20 +68,36 @@ def is_skipped(context: Context, code: jax.Array) -> jax.Array:
 
 
 def guard_code(
-    context: Context, params: Any, metrics: Metrics, gradients: Trees, limit: Any = None
-) -> jax.Array | None:
-    """Returns the code of a step, as `apply_guard`; None without a guard."""
-    guard = context.options.guard
-    if guard is None:
-        return None
+    context: Context, params: Any, metrics: Metrics, slots: ReducerSlots, limit: Any = None
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns (the code of a step, the squares of its gradient).
+
+    The code is int32[], or int32[parts] if it is not combined and the devices hold different parts of the gradient;
+    None without a guard. The squares are float32[], or float32[parts], with the square of the gradient's norm as their
+    sum; None if the step passes no gradient to the optimizer, or in a loop.
+
+    Args:
+        params: the new parameters, which are checked if there is no gradient.
+        slots: the gradients passed to the optimizer.
+        limit: a larger loss counts as a spike.
+    """
+    guard, gradients = context.options.guard, slots.update_gradients
+    code: jax.Array | None = None
     with jax.named_scope(trace_context.GUARD):
-        code: jax.Array = jnp.int32(_metrics_code(guard, metrics))
-        if limit is not None and "loss" in metrics:
-            loss = metrics["loss"].value if is_metric(metrics["loss"]) else metrics["loss"]
-            code = code | jnp.where(jnp.isfinite(loss) & (loss.astype(jnp.float32) > limit), SPIKE, 0)
-        if guard.looks & GRADIENT:
-            code = _gradient_code(context, code, [params] if gradients is None else gradients)
-    return code
+        if guard is not None:
+            code = jnp.int32(_metrics_code(guard, metrics))
+            if limit is not None and "loss" in metrics:
+                loss = metrics["loss"].value if is_metric(metrics["loss"]) else metrics["loss"]
+                code = code | jnp.where(jnp.isfinite(loss) & (loss.astype(jnp.float32) > limit), SPIKE, 0)
+        is_checked = guard is not None and bool(guard.looks & GRADIENT)
+        if not is_checked and (gradients is None or slots.clipped_squares is not None):
+            return code, slots.clipped_squares
+        bad, squares = _of_gradient(context, [params] if gradients is None else gradients, guard)
+        if code is not None and is_checked:
+            code = code | GRADIENT * bad
+    if slots.clipped_squares is not None:
+        return code, slots.clipped_squares
+    return code, None if gradients is None else squares
 
 
 def _metrics_code(guard: trace_context.GuardSettings, metrics: Metrics) -> Any:
@@ -98,39 +111,68 @@ def _metrics_code(guard: trace_context.GuardSettings, metrics: Metrics) -> Any:
     return code
 
 
-def _gradient_code(context: Context, code: jax.Array, gradients: Sequence[Any]) -> jax.Array:
-    """Returns the code with the gradient's bit: of this device's parts, or joined over all devices."""
-    guard, placements = context.options.guard, context.sharding.placements
-    assert guard is not None
-    leaves, mesh = jax.tree.leaves(list(gradients)), context.sharding.mesh
-    platform = context.platform
+def _of_gradient(
+    context: Context, gradients: Sequence[Any], guard: trace_context.GuardSettings | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (int32, 1 if a value is not finite; the squares), of this device's parts, or joined over all devices."""
+    placements, mesh, platform = context.sharding.placements, context.sharding.mesh, context.platform
+    named = [pair for tree in gradients for pair in named_leaves(tree)]
+    leaves, roles = [x for _, x in named], context.options.roles
+    counted = [roles.get(path) != "overwritten" for path, _ in named]
+    joins = guard is not None and guard.joins
     all_axes = context.sharding.larger(() if mesh is None else mesh.axis_names)
     if context.inside or not all_axes:
         # Values that other axes shard are not sliced here: the partitioner would communicate.
         is_whole = all(a in REPLICA_AXES for a in all_axes)
-        bad = _any_nonfinite(leaves, platform if is_whole else None)
+        bad, squares = _bad_and_squares(leaves, [float(x) for x in counted], platform if is_whole else None)
+        if not context.inside:
+            return bad, squares
         # An invariant gradient is reduced only over axes of size one, so nothing is sent.
-        axes = REPLICA_AXES if guard.joins else tuple(compat.varying_axes(bad))
-        return code | GRADIENT * (lax.pmax(compat.as_varying(bad, axes), axes) if context.inside and axes else bad)
-    whole = [PartitionSpec()] * len(leaves)
-    split = context.sharding.form != "manual" and placements is not None
-    specs = [s for g in gradients for s in jax.tree.leaves(placements.of(g).update)] if split and placements else whole
+        axes = REPLICA_AXES if joins else tuple(compat.varying_axes(bad))
+        bad = lax.pmax(compat.as_varying(bad, axes), axes) if axes else bad
+        trivial = tuple(compat.varying_axes(squares))
+        return bad, lax.pmax(squares, trivial) if trivial else squares
+    specs = [PartitionSpec()] * len(leaves)
+    if context.sharding.form != "manual" and placements is not None:
+        specs = [s for g in gradients for s in jax.tree.leaves(placements.of(g).update)]
     sharding_axes = {a for spec in specs for a in spec_axes(spec)}
-    axes = all_axes if guard.joins else tuple(a for a in all_axes if a in sharding_axes)
+    axes = tuple(a for a in all_axes if a in sharding_axes)
+    copies = [context.sharding.size(*(a for a in axes if a not in spec_axes(spec))) for spec in specs]
+    weights = [is_counted / num for is_counted, num in zip(counted, copies, strict=True)]
 
-    def of_device(leaves: Sequence[jax.Array], code: jax.Array) -> jax.Array:
-        bad = compat.as_varying(_any_nonfinite(leaves, platform), axes)
-        code = code | GRADIENT * (lax.pmax(bad, axes) if guard.joins else bad)
-        return code[None] if axes and not guard.joins else code
+    def of_device(leaves: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        bad, squares = _bad_and_squares(leaves, weights, platform)
+        bad = lax.pmax(compat.as_varying(bad, all_axes), all_axes) if joins else compat.as_varying(bad, axes)
+        squares = compat.as_varying(squares, axes)
+        return (bad if joins or not axes else bad[None]), (squares[None] if axes else squares)
 
-    out = PartitionSpec(axes) if axes and not guard.joins else PartitionSpec()
-    mapped = jax.shard_map(of_device, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=out)
-    return mapped(leaves, code)
+    of_parts = PartitionSpec(axes) if axes else PartitionSpec()
+    outs = PartitionSpec() if joins else of_parts, of_parts
+    checked: tuple[jax.Array, jax.Array] = jax.shard_map(of_device, mesh=mesh, in_specs=(specs,), out_specs=outs)(leaves)
+    return checked
 
 
-def _any_nonfinite(leaves: Sequence[jax.Array], platform: str | None) -> jax.Array:
-    finite = (is_finite(x, platform) for x in leaves)
-    return jnp.logical_not(functools.reduce(jnp.logical_and, finite, jnp.array(True))).astype(jnp.int32)
+def _bad_and_squares(
+    leaves: Sequence[jax.Array], weights: Sequence[float], platform: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (int32[], 1 if a value is not finite; float32[], the weighted sum of the leaves' squares)."""
+    sums = [sum_of_squares(x, platform) for x in leaves]
+    zero = jnp.float32(0)
+    finite = jnp.isfinite(functools.reduce(jnp.add, sums, zero))
+    squares = functools.reduce(jnp.add, [w * x for w, x in zip(weights, sums, strict=True) if w], zero)
+    return jnp.logical_not(finite).astype(jnp.int32), squares
+
+
+def gradient_norm(mesh: Mesh, squares: jax.Array, num_groups: int) -> float:
+    """Returns the norm of the gradient from the squares of a step; with several groups of replicas, the mean of their
+    norms. Waits for the devices of `mesh`, and all processes call it: the parts are added by a separate program."""
+    return float(_added(mesh, num_groups)(squares)) if squares.ndim else math.sqrt(float(squares))
+
+
+@functools.cache
+def _added(mesh: Mesh, num_groups: int) -> Any:
+    norm: Callable[[jax.Array], jax.Array] = lambda x: jnp.sqrt(x.reshape(num_groups, -1).sum(1)).mean()
+    return jax.jit(norm, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def non_finite_leaf(mesh: Mesh, tree: Any) -> str | None:
@@ -161,33 +203,50 @@ def _check_all(mesh: Mesh) -> Any:
 
 
 FIRST_PARTS, MAX_PARTS, WINDOW, FEW = 8, 31, 32, 1 << 11
-"""Reduction of arrays on CPU: number of parts combined in the first loop (LLVM does not vectorize more); in later loops
+"""Reduction of arrays on CPU: number of parts added in the first loop (LLVM does not vectorize more); in later loops
 (more than 15, so that XLA does not fuse both); the dim above which XLA reduces by windows, element by element; the
 number of elements reduced directly, which keeps programs with many small leaves small."""
 
+MAX_SQUARE = 1e28
+"""Larger squares count as this: a sum of 3e10 of them is finite."""
 
-def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
-    """Returns bool[]: whether an array has no NaN and no infinity. Reads it once.
+
+def is_finite(x: jax.Array) -> jax.Array:
+    """Returns bool[]: whether an array has no NaN and no infinity. Reads it once."""
+    return jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.array(True)
+
+
+def sum_of_squares(x: jax.Array, platform: str | None = None) -> jax.Array:
+    """Returns float32[]: the sum of the squares of an array, or NaN if a value is not finite. Reads it once.
 
     Args:
         platform: platform of the devices, if each holds the array or a local part of it; None if it may be sharded. On
-            `cpu`, parts are combined until few elements remain: 0.4 % of a 10 ms step with a gradient of 6.4 MiB. Only
-            the first combination: 1.7 % (two devices, jaxlib 0.10.2, 2026-11-25).
+            `cpu`, parts are added until few elements remain: 0.4 % of a 10 ms step with a gradient of 6.4 MiB. Only
+            the first addition: 1.7 % (two devices, jaxlib 0.10.2, 2026-11-25).
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
-        return jnp.array(True)
+        return jnp.float32(0)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return sum_of_squares(x.real, platform) + sum_of_squares(x.imag, platform)
+    wide = common_dtype(x.dtype, jnp.float32)
+
+    def square(x: jax.Array) -> jax.Array:
+        x = x.astype(wide)
+        return jnp.minimum(x * x, MAX_SQUARE) + 0 * x
+
     if platform != "cpu" or x.size <= WINDOW:
-        return jnp.isfinite(x).all()
-    joined = functools.reduce(jnp.logical_and, map(jnp.isfinite, _parts(x, FIRST_PARTS)))
-    while joined.size > FEW and max(joined.shape) > WINDOW:
-        joined = functools.reduce(jnp.logical_and, _parts(joined, MAX_PARTS))
-    return joined.all()
+        return square(x).sum().astype(jnp.float32)
+    return _sum_by_parts(x, square, FIRST_PARTS).astype(jnp.float32)
 
 
-def _parts(x: jax.Array, most: int) -> list[jax.Array]:
-    """Returns at most `most` parts of equal size along the first long dim; the last one may overlap."""
-    axis = next((axis for axis, size in enumerate(x.shape) if size > WINDOW), int(np.argmax(x.shape)))
-    size = x.shape[axis]
-    part_size = -(-size // most)
-    starts = [min(start, size - part_size) for start in range(0, size, part_size)]
-    return [lax.slice_in_dim(x, start, start + part_size, axis=axis) for start in starts]
+def _sum_by_parts(x: jax.Array, function: Callable[[jax.Array], jax.Array], num: int) -> jax.Array:
+    """Returns the sum of a function of the elements: adds `num` parts along the first long dim until few remain."""
+    if x.size <= FEW or max(x.shape) <= WINDOW:
+        return function(x).sum()
+    axis = next((axis for axis, size in enumerate(x.shape) if size > WINDOW), 0)
+    size, part_size = x.shape[axis], x.shape[axis] // num
+    part: Callable[[int, int], jax.Array] = lambda start, stop: lax.slice_in_dim(x, start, stop, axis=axis)
+    parts = [function(part(i * part_size, (i + 1) * part_size)) for i in range(num)]
+    total = _sum_by_parts(functools.reduce(jnp.add, parts), lambda x: x, MAX_PARTS)
+    rest = part(num * part_size, size)
+    return total + _sum_by_parts(rest, function, num) if rest.size else total

@@ -31,6 +31,7 @@ class ReducerSlots:
         self.metrics: dict[str, jax.Array] = {}
         self._all_recorded = True
         self.sizes: jax.Array | None = None
+        self.clipped_squares: jax.Array | None = None
         self._trace = compat.current_trace()
 
     def take(self) -> Any:
@@ -72,6 +73,12 @@ class ReducerSlots:
             self._updates.append(gradient)
         else:
             self._all_recorded = False
+
+    def record_norm(self, norm: jax.Array) -> None:
+        """Adds the norm of a gradient that is clipped (`clip_norm`). One inside a user's loop is not recorded."""
+        if compat.current_trace() is self._trace:
+            before = jnp.float32(0) if self.clipped_squares is None else self.clipped_squares
+            self.clipped_squares = before + jnp.square(norm.astype(jnp.float32))
 
     def record_sizes(self, compute: Callable[[], jax.Array | None]) -> None:
         """Adds the sizes of one update (lost_updates.py). Updates inside a user's loop are not measured."""

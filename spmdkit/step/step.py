@@ -42,11 +42,13 @@ class StepChecks(NamedTuple):
         code: the code of the guard, or None (finite_check.py).
         sizes: the sizes of the updates of narrow parameters, or None (lost_updates.py).
         rows: the number of rows of the global batch, if the data end; otherwise None.
+        squares: the squares of the gradient, or None (finite_check.py).
     """
 
     code: Any
     sizes: Any
     rows: Any = None
+    squares: Any = None
 
 
 Stepped = tuple[TrainState, dict[str, Any], StepChecks]
@@ -139,8 +141,8 @@ def global_step(
         new_state, metrics = _checked(state, out)
         metrics = {**metrics, **slots.metrics}
         new_state = with_program_fields(state, new_state, context).replace(reducer=slots.new_state())
-        code = guard_code(context, new_state.params, metrics, slots.update_gradients, batch.limit)
-        return new_state, metrics, StepChecks(code, slots.sizes)
+        code, squares = guard_code(context, new_state.params, metrics, slots, batch.limit)
+        return new_state, metrics, StepChecks(code, slots.sizes, squares=squares)
 
     def skippable(state: TrainState, batch: Batch) -> tuple[TrainState, Any, jax.Array]:
         new, metrics, checks = stepped(state, batch)
@@ -211,8 +213,8 @@ def replica_step(
         new_state, metrics, sizes = jax.tree.map(_untype_trivial, (new_state, metrics, slots.sizes))
         reducer_state = compat.as_varying(jax.tree.map(lambda x: x[None], slots.new_state()), REPLICA_AXES)
         new_state = new_state.replace(reducer=reducer_state)
-        new_state, code = apply_guard(inner, state, new_state, metrics, slots.update_gradients, limit)
-        return new_state, metrics, StepChecks(code, sizes)
+        new_state, code, squares = apply_guard(inner, state, new_state, metrics, slots, limit)
+        return new_state, metrics, StepChecks(code, sizes, squares=squares)
 
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
         whole, per_shard = PartitionSpec(), context.options.reducer.per_shard_state

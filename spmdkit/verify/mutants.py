@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import optax
-
 from spmdkit.data import feed
 from spmdkit.ops import ring_attention, vocab
+from spmdkit.program import init_state
 from spmdkit.step import gradient, replica_collectives
 from spmdkit.step.metrics import mean
 from spmdkit.verify import mutations
@@ -226,7 +225,7 @@ MUTANTS = (
     Mutant(
         "clip_by_shard_norm",
         "each device clips by the norm of its shard",
-        mutations.seam(optax, "clip_by_global_norm", mutations.clip_by_shard_norm),
+        mutations.seam(init_state, "clip_by_global_norm", mutations.clip_by_shard_norm),
         meshes=lambda num: [{"fsdp": num}, {"data": num // 2, "fsdp": 2}],
         clipped=True,
     ),

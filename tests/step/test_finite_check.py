@@ -126,6 +126,7 @@ def test_gradient_inside_user_loop_is_checked_by_parameters():
     program = program_of(dataclasses.replace(regression(), train_step=step), mesh={"data": 2}, on_nonfinite="skip")
     states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29))
     assert codes == [0, finite_check.GRADIENT] and changed(states[0], states[1]) == ["step"]
+    assert program.gradient_norm() is None
 
 
 # ---- equal to a schedule, and to a loop by hand
@@ -170,15 +171,58 @@ def test_bad_row_equals_forced_skip_bitwise():
 
 @pytest.mark.parametrize("platform", ["cpu", None])
 def test_single_non_finite_value_is_found_in_arrays(platform):
-    """On CPU parts are combined, and the last one overlaps the one before it."""
-    look = jax.jit(functools.partial(finite_check.is_finite, platform=platform))
+    """On CPU parts are added, and the rest is added separately."""
+    squares = jax.jit(functools.partial(finite_check.sum_of_squares, platform=platform))
     for shape in ((1009, 37), (3, 3, 7, 131), (40_009,), (16_385, 1), (7, 64), (5,), ()):
-        x = np.ones(shape, np.float32)
-        assert look(x)
+        x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        np.testing.assert_allclose(squares(x), np.sum(np.float64(x) ** 2), rtol=1e-6)
+        x = np.full(shape, 3e38, np.float32)  # its square is not a float32
+        assert np.isfinite(squares(x))
         steps = range(1, x.size, max(1, x.size // 8 - 1)) if platform == "cpu" else ()
         for value in (np.nan, np.inf, -np.inf):
             for place in {0, x.size // 3, x.size - 1, *steps}:
                 x.reshape(-1)[place] = value
-                assert not look(x), (shape, value, place)
+                assert np.isnan(squares(x)), (shape, value, place)
                 x.reshape(-1)[place] = 1
-    assert look(np.ones((0, 3), np.float32)) and look(np.ones(3, np.int32))
+    assert squares(np.ones((0, 3), np.float32)) == 0 and squares(np.ones(3, np.int32)) == 0
+    assert squares(np.full(3, 1 + 2j, np.complex64)) == 15
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.5}, {"on_nonfinite": "skip"}], ids=str)
+@pytest.mark.parametrize("mesh", [{}, *MESHES], ids=str)
+def test_gradient_norm_is_that_of_one_device(mesh, settings):
+    placed = MESHES[mesh] if mesh else {}
+    program = program_of(regression(), batch_size=BATCH, **placed, **settings)
+    state = program.init()
+    for seed in (0, 1):
+        expected = norm_of_rows(jax.device_get(state.params), batch_of(seed))
+        state, _ = program.step(state, batch_of(seed))
+        np.testing.assert_allclose(program.gradient_norm(), expected, rtol=1e-2 if "reducer" in placed else 1e-5)
+
+
+def norm_of_rows(params, batch):
+    return optax.tree.norm(jax.grad(lambda p: regression_loss(p, batch, None)[0].value)(params))
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"replica": 2, "fsdp": 2}], ids=str)
+def test_gradient_norm_of_groups_is_their_mean(mesh):
+    program = program_of(regression(), mesh=mesh, batch_size=BATCH, sync={"local_sgd": {"every": 8}})
+    state, batch = program.init(), batch_of(1)
+    params = jax.tree.map(lambda x: x[0], jax.device_get(state.params))
+    program.step(state, batch)
+    halves = [jax.tree.map(lambda x, i=i: np.split(x, 2)[i], batch) for i in range(2)]
+    expected = np.mean([norm_of_rows(params, half) for half in halves])
+    np.testing.assert_allclose(program.gradient_norm(), expected, rtol=1e-5)
+
+
+def test_gradient_norm_of_a_per_replica_step():
+    def step(state, batch):
+        (loss, metrics), grads = sk.value_and_grad(regression_loss)(state.params, batch, state.key)
+        return state.apply_gradients(grads), {"loss": loss, **metrics}
+
+    task = dataclasses.replace(regression(), train_step=step, view="replica", rules=())
+    program = program_of(task, mesh={"data": 4}, batch_size=BATCH)
+    state = program.init()
+    expected = norm_of_rows(jax.device_get(state.params), batch_of(1))
+    program.step(state, batch_of(1))
+    np.testing.assert_allclose(program.gradient_norm(), expected, rtol=1e-5)

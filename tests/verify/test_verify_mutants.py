@@ -15,6 +15,7 @@ from spmdkit.checkpoint import state_dict
 from spmdkit.data import feed
 from spmdkit.ops import ring_attention, vocab
 from spmdkit.ops.pipeline import parts
+from spmdkit.program import init_state
 from spmdkit.step import accumulator, gradient, multi_term_loss, reduction, replica_collectives
 from spmdkit.step.metrics import mean
 from spmdkit.step.model_state import agreement
@@ -228,5 +229,5 @@ def test_seam_is_found_by_its_role(module, monkeypatch):
 
 
 def seams():
-    yield from ((jax, "shard_map"), (optax, "clip_by_global_norm"), (lax, "psum"), (lax, "pmean"))
+    yield from ((jax, "shard_map"), (init_state, "clip_by_global_norm"), (lax, "psum"), (lax, "pmean"))
     yield from (resolve_seam(module, role) for module in TABLES for role in module.SEAMS)

@@ -47,9 +47,9 @@ def group_step(
             new_state, metrics = checked(state, train_step(state, examples))
             new_state, metrics = with_program_fields(state, new_state, group_context), {**metrics, **slots.metrics}
             num = jnp.float32(rows.num) if mask is None else mask.sum(dtype=jnp.float32)
-            new_state, code = apply_guard(group_context, state, new_state, metrics, slots.update_gradients)
+            new_state, code, squares = apply_guard(group_context, state, new_state, metrics, slots)
             group_metrics = {name: _group_metric(metric, num) for name, metric in metrics.items()}
-            return new_state, group_metrics, StepChecks(code, slots.sizes)
+            return new_state, group_metrics, StepChecks(code, slots.sizes, squares=squares)
 
     is_one_device = all(size == 1 for size in context.sharding.sizes.values())
     spread = _by_device if is_one_device else _by_vmap
