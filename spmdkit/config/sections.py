@@ -263,6 +263,8 @@ class Log(Section):
     """Steps between lines of metrics.jsonl and of the display."""
     progress: Literal["auto", "rich", "plain", "off"] = "auto"
     """The display on process 0; auto: rich on a terminal, plain lines elsewhere."""
+    columns: Annotated[int, Field(ge=40, le=10_000)] | None = Field(default=None, examples=[160])
+    """Width of the display's lines, which are wrapped; null: that of the terminal (the bar: at most 120), or 160."""
     trackers: list[fields.NamedChoice] = Field(default_factory=list)
     """Trackers in addition to metrics.jsonl: tensorboard, or a user-defined function under @sk.tracker, file.py:name;
     {name: {option: value}} with options."""

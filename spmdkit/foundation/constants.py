@@ -102,8 +102,9 @@ OUR_VARIABLES = frozenset(
 )
 """All environment variables of spmdkit."""
 
-MEASURED = ("examples_per_s", "step_time_s", "input_wait_s")
-"""Keys of times in each line of metrics.jsonl."""
+SPEED = ("examples_per_s", "step_time_s", "input_wait_s")
+MEASURED = (*SPEED, "tokens_per_s", "mfu", "peak_memory_bytes", "goodput")
+"""Keys of measurements in each line of metrics.jsonl. A metric of the task replaces one that is not in `SPEED`."""
 
-RESERVED_METRICS = ("step", "split", *MEASURED)
+RESERVED_METRICS = ("step", "split", *SPEED)
 """Reserved keys of metrics.jsonl, which a task's metrics must not use."""

@@ -11,6 +11,7 @@ from spmdkit.metrics.environment import environment as environment
 from spmdkit.metrics.events import EventLog as EventLog
 from spmdkit.metrics.jsonl import read_lines as read_lines
 from spmdkit.metrics.progress import Progress as Progress
+from spmdkit.metrics.throughput import Goodput as Goodput
 from spmdkit.metrics.throughput import Throughput as Throughput
 from spmdkit.metrics.trackers import Tracker as Tracker
 from spmdkit.metrics.trackers import Trackers as Trackers

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from spmdkit.foundation.formatting import format_duration, format_seconds, visible
-from spmdkit.metrics.progress_lines import evaluation_line, step_position, training_line
+from spmdkit.metrics.progress_lines import COLUMNS, evaluation_line, step_position, training_line
 
 RECENT_RECORDS = 16  # the time left uses the pace of these records, including evaluations and saves
 
@@ -31,7 +32,8 @@ class Progress:
 
     `start_step`: the first step that this process trains (1 in a new run). `mode`: "rich" (a bar), "plain" (lines),
     "auto" (a bar if `stream` ends at a user's terminal that supports one), "off" (no output). `examples_unit`: the unit
-    counted per second. `clock`: monotonic seconds, for the time left. NO_COLOR and TERM=dumb are respected.
+    counted per second. `columns`: width of lines; None: that of the terminal, or `COLUMNS`. `clock`: monotonic seconds,
+    for the time left. NO_COLOR and TERM=dumb are respected.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Progress:
         mode: Literal["auto", "rich", "plain", "off"] = "auto",
         stream: TextIO | None = None,
         examples_unit: str = "examples",
+        columns: int | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -55,7 +58,8 @@ class Progress:
         if not dumb and (mode == "rich" or (mode == "auto" and self._out.isatty() and not _is_forwarded())):
             from spmdkit.metrics.progress_bar import Bar  # rich takes 40 ms to import
 
-            self._bar = Bar(self._out, total_steps)
+            self._bar = Bar(self._out, total_steps, columns)
+        self._columns = columns or (shutil.get_terminal_size((COLUMNS, 24)).columns if self._out.isatty() else COLUMNS)
 
     def start(self) -> None:
         """Shows the first line immediately; call it before slow operations."""
@@ -94,7 +98,7 @@ class Progress:
     def write(self, record: Mapping[str, Any]) -> None:
         """Shows a training record, or the line of an evaluation (a record with `split`)."""
         if "split" in record:
-            self.message(evaluation_line(record, self._total))
+            self.message(evaluation_line(record, self._total, self._columns))
             return
         step = int(record["step"])
         if step == self._first and "examples_per_s" not in record:
@@ -108,7 +112,8 @@ class Progress:
                 training_line(record, self._unit, self._remaining(step), columns=self._bar.columns)
             )
         else:
-            self.message(training_line(record, self._unit, self._remaining(step), step_position(step, self._total)))
+            start = step_position(step, self._total)
+            self.message(training_line(record, self._unit, self._remaining(step), start, self._columns))
 
     def message(self, text: str) -> None:
         """Shows a line, such as the run directory or a saved checkpoint. Not truncated, since it may contain a path."""

@@ -12,8 +12,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spmdkit.metrics.progress_lines import MAX_COLUMNS, step_position
+from spmdkit.metrics.progress_lines import step_position
 
+MAX_COLUMNS = 120
+"""Width of the bar without `log.columns`."""
 REFRESH_PER_S = 4  # a redraw takes about 1 ms of the interpreter: more would slow down steps of 2 ms
 STYLES = (
     (r"loss \S+", "bold"),
@@ -26,9 +28,9 @@ STYLES = (
 class Bar:
     """A thread of rich redraws it between `start` and `stop`, from `step` and `words`."""
 
-    def __init__(self, out: Any, total_steps: int) -> None:
+    def __init__(self, out: Any, total_steps: int, columns: int | None = None) -> None:
         self.console = Console(file=out, force_terminal=True)
-        self.columns = min(self.console.width, MAX_COLUMNS) - 1  # the last column makes some terminals wrap
+        self.columns = min(self.console.width, columns or MAX_COLUMNS) - 1  # the last column makes some terminals wrap
         self.step, self.text, self._total = 0, "", total_steps
         self._busy: RenderableType | None = None
         self._live = Live(console=self.console, get_renderable=self._rows, refresh_per_second=REFRESH_PER_S)

@@ -209,7 +209,10 @@ def _write_plan(program: Program, cluster: Cluster, directory: Path) -> str:
     from spmdkit.plan import document as plan
     from spmdkit.plan.machine.calibrate import with_measured
 
-    document = plan.plan_program(program, *with_measured(target_of(cluster.devices)))
+    target, call_s = with_measured(target_of(cluster.devices))
+    document = plan.plan_program(program, target, call_s)
     write_json(directory / "plan.json", document)
     write_page(document, directory / "plan.html")
+    if (time := document["time"]) is not None and (target.calibrated or cluster.devices[0].platform != "cpu"):
+        program.seconds_at_peak = time["mfu"] * document["predicted_step_s"]
     return plan.problem_of(document)

@@ -161,6 +161,15 @@ def memory_limit(devices: Sequence[Any]) -> int | None:
     return None if chip is None else chip.limit_bytes
 
 
+def peak_memory(devices: Sequence[Any]) -> int | None:
+    """Returns the most bytes that a device of this process has held; on CPU, that this process has held. None if the
+    backend does not count them."""
+    if devices[0].platform == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    local = [d.memory_stats() or {} for d in devices if d.process_index == jax.process_index()]
+    return max((stats["peak_bytes_in_use"] for stats in local if "peak_bytes_in_use" in stats), default=None)
+
+
 def memory_of_this_machine() -> int:
     """Returns the bytes of main memory that this process may use: the machine's, or less by `ulimit -v` or its control
     group."""

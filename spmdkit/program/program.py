@@ -76,9 +76,12 @@ class Program:
         may_be_donated: whether a step checks that its state has not been donated.
         probe_padding: whether the first step and evaluation check that padding rows do not count.
         argument_names: path of a leaf -> its name in a compiled step that does not use spmdkit.
+        seconds_at_peak: the time of the model's matrix products of a step at the peak of the devices; None before a run
+            has written its plan.
     """
 
     argument_names: Mapping[str, str] = {}
+    seconds_at_peak: float | None = None
 
     @ignores_user_settings
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device], probe_padding: bool = True):
@@ -119,6 +122,8 @@ class Program:
         check_dtypes(self._abstract_state, self._devices)
         self._place_state(abstract_params)
         self._open_data()
+        self._num_tokens: dict[tuple[Any, ...], int] = {}
+        self.num_tokens(self.abstract_batch)
         feeds = Feeds(self.feed, self._eval_feeds)
         self.notes += check_rows(config, task, self.mesh, self.sizes, feeds)
         self._choose_form()
@@ -405,8 +410,18 @@ class Program:
         """Returns the norm of the gradient that the optimizer received in the last step, before `clip_norm`; the mean
         over groups that train separately. None for a step that passes it none, or in a loop. Waits for the devices; all
         processes call it."""
-        squares, num_groups = self.checks.squares, 1 if self.groups is None else self.groups.num
-        return None if squares is None else finite_check.gradient_norm(self.mesh, squares, num_groups)
+        if (squares := self.checks.squares) is None:
+            return None
+        return finite_check.gradient_norm(self.mesh, squares, 1 if self.groups is None else self.groups.num)
+
+    def num_tokens(self, batch: Batch) -> int:
+        """Returns the number of tokens of a global batch by `Task.tokens`; 0 without it."""
+        if self.task.tokens is None:
+            return 0
+        shapes = _shapes(batch)
+        if shapes not in self._num_tokens:
+            self._num_tokens[shapes] = self.task.count_tokens(batch.examples)
+        return self._num_tokens[shapes]
 
     @property
     def narrow_leaves(self) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import jax
 import optax
 
 from spmdkit import compat
@@ -72,6 +73,8 @@ class Task:
             None: the config's `row_mixing`.
         hooks: `sk.Hook`s, in addition to logging, evaluation and saving; see `spmdkit/run/hooks/base.py`.
         unit: the name of one example in messages.
+        tokens: `tokens(batch) -> int`, the number of tokens of a global batch, from its shapes, for `tokens_per_s` in
+            the log: `lambda batch: batch["tokens"].size`.
     """
 
     init: Callable[..., Any]
@@ -94,9 +97,10 @@ class Task:
     row_mixing: Literal["allow"] | None = None
     hooks: Sequence[Any] = ()
     unit: str = "examples"
+    tokens: Callable[..., int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("init", "loss_fn", "eval_fn", "predict_fn", "eval_params", "train_step"):
+        for name in ("init", "loss_fn", "eval_fn", "predict_fn", "eval_params", "train_step", "tokens"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 what = f"Task.{name} is {type(value).__name__}"
@@ -159,6 +163,19 @@ class Task:
         if isinstance(self.eval_data, EvaluationSets):
             evaluated = EvaluationSets({name: data.get(set_name(name), x) for name, x in self.eval_data.items()})
         return replace(self, train_data=train, eval_data=evaluated)
+
+    def count_tokens(self, examples: Any) -> int:
+        """Returns the number of tokens of a global batch. Raises ConfigError if `tokens` does not return a number."""
+        assert self.tokens is not None
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), examples)
+        call: Callable[[], Any] = lambda: self.tokens(shapes)  # type: ignore[misc]
+        num = user_code.call_user(call, "Task.tokens", is_model=False)
+        if isinstance(num, bool) or not isinstance(num, int):
+            raise ConfigError(
+                f"Task.tokens returned {type(num).__name__}. It returns the number of tokens of a global batch, from "
+                "the shapes of its arrays. Write for example lambda batch: batch['tokens'].size."
+            )
+        return num
 
     @property
     def is_manual(self) -> bool:

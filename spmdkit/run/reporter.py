@@ -36,7 +36,8 @@ class Reporter:
         """Opens the records of `run` after `step`; `stack` closes them."""
         config = self._config
         mode = config.log.progress if self._is_main else "off"
-        self.progress = metrics.Progress(config.num_steps, step + 1, mode, examples_unit=run.program.task.unit)
+        unit, columns = run.program.task.unit, config.log.columns
+        self.progress = metrics.Progress(config.num_steps, step + 1, mode, examples_unit=unit, columns=columns)
         stack.callback(self.progress.close)
         self.throughput = metrics.Throughput(config.largest_batch, self._clock)
         if not self._is_main:

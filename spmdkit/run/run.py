@@ -392,11 +392,11 @@ class Run:
         """Drops the last evaluation: it is of another state than the one with which training continues."""
         self.last_eval = None
 
-    def record_metrics(self, step: int, numbers: Metrics, speed: Mapping[str, float]) -> None:
-        """Stores and writes the metrics of a log step, without the speed of the first step of a process."""
+    def record_metrics(self, step: int, numbers: Metrics, more: Mapping[str, float]) -> None:
+        """Stores and writes the metrics of a log step, and `more`, where a metric of the task does not replace it."""
         epoch = self.program.feed.epoch(step)
         counted = {} if epoch is None else {"epoch": epoch}
-        self.write({"step": step, **counted, **numbers, **(speed if step > self.first_step else {})})
+        self.write({"step": step, **more, **counted, **numbers})
         self.last_logged = {"step": step, **numbers}
 
     def record_snapshot(self, step: int, extra_record: dict[str, Any]) -> None:
@@ -416,13 +416,13 @@ class Run:
         if self.batches is not None:
             self.batches.interrupt()
 
-    def dispatched(self, step: int, values: DeviceMetrics, wait_s: float) -> None:
+    def dispatched(self, step: int, values: DeviceMetrics, wait_s: float, tokens: int = 0) -> None:
         """Records a dispatched step. Waits for the device only if too many steps are in flight."""
         self.step = step
         self._mark.at(step)
         schedule = self.program.schedule
         examples = schedule.size(schedule.number(step)) if schedule.sizes else None
-        self.reporter.throughput.tick(step, wait_s, examples)
+        self.reporter.throughput.tick(step, wait_s, examples, tokens)
         self.in_flight.append(values)
         if len(self.in_flight) > STEPS_IN_FLIGHT:
             jax.block_until_ready(self.in_flight.popleft())

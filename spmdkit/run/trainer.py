@@ -143,7 +143,7 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
                 if program.feed.is_empty(step) and not int(program.checks.rows):  # no process has a row
                     state, batches, stop = perform(run, run.step, state, batches, END_OF_DATA)
                     continue
-                run.dispatched(step, metrics, wait_s)
+                run.dispatched(step, metrics, wait_s, program.num_tokens(batch))
                 hooks.after_step(run, step, state, metrics)
                 if (decision := hooks.decision(step)) is not NOTHING:
                     state, batches, stop = perform(run, step, state, batches, decision)

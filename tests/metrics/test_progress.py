@@ -82,18 +82,26 @@ def test_time_left_follows_recent_steps():
     assert stream.getvalue().endswith("loss 1.0000  done\n")
 
 
-def test_no_line_is_wider_than_100_columns():
+@pytest.mark.parametrize("columns", [None, 60, 100])
+def test_lines_are_wrapped_and_lose_nothing(columns):
     stream, clock = io.StringIO(), Clock()
-    shown = progress(stream, clock, total=10_000_000, examples_unit="tokens")
+    shown = progress(stream, clock, total=10_000_000, examples_unit="images", columns=columns)
     shown.start()
     clock.now += 1e5
     many = {f"metric_number_{i}": 123456.789 for i in range(30)}
-    shown.write({**RECORD, **many, "step": 9_000_000, "loss": 1.23e-12, "examples_per_s": 9.9e12})
+    ours = {"epoch": 1.5, "learning_rate": 1e-3, "gradient_norm": 0.5, "mfu": 0.4, "tokens_per_s": 5e6}
+    ours |= {"peak_memory_bytes": 2**30, "goodput": 0.97}
+    shown.write({**RECORD, **many, **ours, "step": 9_000_000, "loss": 1.23e-12, "examples_per_s": 9.9e12})
     shown.write({"step": 9_000_000, "split": "eval", "loss": 2.0, **many})
-    _, train, evaluation = stream.getvalue().splitlines()
-    assert len(train) <= 100 and len(evaluation) <= 100
-    assert "loss 1.230e-12" in train and "tokens/s" in train and "left 3h05m" in train and "input wait 2%" in train
-    assert "metric_number_0 1.235e+05" in evaluation
+    lines = stream.getvalue().splitlines()[1:]
+    starts = [i for i, line in enumerate(lines) if line.startswith("step ")]
+    assert starts[0] == 0 and len(starts) == 2 and all(line.startswith("    ") for line in lines[1 : starts[1]])
+    assert max(map(len, lines)) <= (columns or 160) and max(map(len, lines)) > (columns or 160) - 30
+    train, evaluation = (" ".join(lines[a:b]) for a, b in ((0, starts[1]), (starts[1], None)))
+    assert all(f"{name} 1.235e+05" in text for name in many for text in (train, evaluation))
+    words = ["loss 1.230e-12", "metric_number_9", "epoch 1.5", "lr 0.0010", "grad norm 0.5", "9.90e+12 images/s"]
+    words += ["5000000 tokens/s", "left 3h05m", "input wait 2%", "MFU 40.0%", "memory 1.0 GiB", "goodput 97%"]
+    assert [train.index(word) for word in words] == sorted(train.index(word) for word in words)
 
 
 def test_off_shows_nothing():
@@ -170,6 +178,11 @@ def test_the_bar_shows_everything_and_never_wraps(width):
         assert word in last
     rows = [row for row in bare(text).replace("\r", "\n").split("\n") if "saved" not in row]
     assert max(map(len, rows)) < width
+
+
+def test_the_bar_wraps_the_metrics_below_it():
+    text = bare(terminal_output(60, **{f"metric_{i}": 1.0 for i in range(9)}))
+    assert all(f"metric_{i} 1.0000" in text for i in range(9))
 
 
 def test_a_spinner_is_shown_while_compiling():

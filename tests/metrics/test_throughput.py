@@ -97,3 +97,18 @@ def test_no_step_or_no_time_gives_nothing(clock):
     assert meter.snapshot(0) == {}
     meter.tick(1)
     assert meter.snapshot(1) == {}
+
+
+def test_tokens_and_trained_time_are_added():
+    clock = Clock()
+    meter = Throughput(8, clock)
+    meter.start()
+    for step in (1, 2):
+        meter.tick(step, tokens=100)
+    clock.now += 4
+    assert meter.snapshot(2)["tokens_per_s"] == 50 and meter.trained_s == 4
+    with meter.paused():
+        clock.now += 10
+    meter.tick(3)
+    clock.now += 1
+    assert "tokens_per_s" not in meter.snapshot(3) and meter.trained_s == 5
