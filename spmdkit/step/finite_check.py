@@ -229,8 +229,8 @@ def sum_of_squares(x: jax.Array, platform: str | None = None) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
         return jnp.float32(0)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = [sum_of_squares(part, platform) for part in (x.real, x.imag)]
-        return parts[0] + parts[1]
+        total: jax.Array = jnp.add(*(sum_of_squares(part, platform) for part in (x.real, x.imag)))
+        return total
     wide = common_dtype(x.dtype, jnp.float32)
 
     def square(x: jax.Array) -> jax.Array:
