@@ -227,7 +227,7 @@ def sum_of_squares(x: jax.Array, platform: str | None = None) -> jax.Array:
             `cpu`, parts are added until few elements remain: XLA reduces an array element by element.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
-        return jnp.float32(0)
+        return jnp.zeros((), jnp.float32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         total: jax.Array = jnp.add(*(sum_of_squares(part, platform) for part in (x.real, x.imag)))
         return total
