@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         sync as sync,
         task as task,
         tracker as tracker,
+        samples as samples,
         weights as weights,
     )
     from spmdkit.metrics.trackers.base import Tracker as Tracker
@@ -103,7 +104,7 @@ _NAMES = {
     "data.streams.tar": "tar",
     "data.tokens": "tokens",
     "errors": "SpmdkitError",
-    "foundation.user_code": "hook reducer tracker sync task weights",
+    "foundation.user_code": "hook reducer samples tracker sync task weights",
     "metrics.trackers.base": "Tracker",
     "ops.attention": "attention",
     "ops.context": "context_order context_positions context_restore",

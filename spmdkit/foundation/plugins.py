@@ -52,7 +52,7 @@ GROUPS = {
     "reducers": Group("communication/reducers", helpers=("base", "coded"), common_options=("warmup",)),
     "syncs": Group("communication/sync"),
     "default_hooks": Group("run/hooks"),
-    "hooks": Group(None),
+    "hooks": Group("run/common_hooks", helpers=("improvement",)),
     "trackers": Group("metrics/trackers", "open", helpers=("base", "queue")),
     "environments": Group("cluster/environments", None),
     "preemption_sources": Group("faults/preemption_sources"),

@@ -32,7 +32,7 @@ from spmdkit.foundation.formatting import nearest
 T = TypeVar("T")
 
 KEYS = {"task": "task", "hook": "hooks", "reducer": "reducer", "sync": "sync", "tracker": "log.trackers"}
-KEYS |= {"weights": "init_from.names"}
+KEYS |= {"weights": "init_from.names", "samples": "hooks"}
 """Kind of registered function -> the key in a config."""
 
 _MARK = "__spmdkit_declared__"
@@ -183,7 +183,7 @@ def declared(kind: str) -> Callable[[T], T]:
     return declare
 
 
-task, hook, reducer, sync, tracker, weights = map(declared, KEYS)
+task, hook, reducer, sync, tracker, weights, samples = map(declared, KEYS)
 
 
 def find(text: str, kind: str, folder: Path, instance: type | None = None) -> Any:

@@ -353,6 +353,9 @@ def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
 def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
     """Returns the config's optimizer, or else the task's, preceded by clipping by the true global norm."""
     optimizer = call_user(lambda: parameter_groups.choose(config, task), "Task.optimizer")
+    for hook in task.hooks:
+        if hook.optimizer is not None:
+            optimizer = call_user(functools.partial(hook.optimizer, optimizer), f"hook '{hook.name}': optimizer")
     inner = _reporting(_with_any_extra(optimizer))
     if config.clip_norm is None:
         return inner

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -36,9 +37,31 @@ def learning_rate(config: Config, opt_state: Any, step: int) -> float | None:
         if source is None:
             return None
         rate = float(source) if isinstance(source, int | float) else _of_schedule(source, opt_state, step)
-    for plateau in _parts(opt_state, lambda x: isinstance(x, optax.contrib.ReduceLROnPlateauState)):
-        rate *= _first(plateau.scale)
+    for scaled in _parts(opt_state, lambda x: isinstance(x, UpdateScale | optax.contrib.ReduceLROnPlateauState)):
+        rate *= _first(scaled.scale)
     return rate
+
+
+class UpdateScale(NamedTuple):
+    """State of `scaled_updates`. `scale`: float32[], the factor of the updates."""
+
+    scale: jax.Array
+
+
+def scaled_updates() -> optax.GradientTransformation:
+    """Returns a transformation that multiplies the updates by its state, initially 1, which the host replaces."""
+    update: Any = lambda updates, state, params=None: (
+        jax.tree.map(lambda u: (state.scale * u).astype(u.dtype), updates),
+        state,
+    )
+    return optax.GradientTransformation(lambda params: UpdateScale(jnp.float32(1)), update)
+
+
+def with_scale(opt_state: Any, scale: float) -> Any:
+    """Returns the optimizer's state with this factor in every `scaled_updates`."""
+    is_scale: Callable[[Any], bool] = lambda x: isinstance(x, UpdateScale)
+    placed: Callable[[Any], Any] = lambda x: UpdateScale(jax.device_put(np.full(x.shape, scale, x.dtype), x.sharding))
+    return jax.tree.map(lambda x: placed(x.scale) if is_scale(x) else x, opt_state, is_leaf=is_scale)
 
 
 def _of_schedule(source: Any, opt_state: Any, step: int) -> float:

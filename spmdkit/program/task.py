@@ -28,6 +28,7 @@ class HookLike(Protocol):
     name: str
     order: int
     in_step: Callable[[Any, Any, Any], tuple[Any, Any]] | None
+    optimizer: Callable[[Any], Any] | None
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,7 @@ class Hook:
         on: "all" processes, which may start computations with collectives, or "main" (process 0), which may not.
         in_step: `(old state, new state, metrics) -> (new state, metrics)`; a pure function, traced into the end of the
             step, in `order`.
+        optimizer: `optimizer -> optimizer`, wraps the optax optimizer, inside of `clip_norm`; a pure function.
         begin: `(run, step, state)`, before the first step of this process.
         before_step: `(run, step, state)`, with the input state of the step.
         after_step: `(run, step, state, metrics)`, as soon as the step is dispatched. The metrics are on the devices;
@@ -199,6 +200,7 @@ class Hook:
     every: int | None = None
     on: Literal["all", "main"] = "all"
     in_step: Callable[[TrainState, TrainState, DeviceMetrics], tuple[TrainState, DeviceMetrics]] | None = None
+    optimizer: Callable[[Any], Any] | None = None
     begin: Callable[[RunView, int, TrainState], Action | None] | None = None
     before_step: Callable[[RunView, int, TrainState], Action | None] | None = None
     after_step: Callable[[RunView, int, TrainState, DeviceMetrics], Action | None] | None = None
