@@ -266,8 +266,8 @@ class Log(Section):
     columns: Annotated[int, Field(ge=40, le=10_000)] | None = Field(default=None, examples=[160])
     """Width of the display's lines, which are wrapped; null: that of the terminal (the bar: at most 120), or 160."""
     trackers: list[fields.NamedChoice] = Field(default_factory=list)
-    """Trackers in addition to metrics.jsonl: tensorboard, or a user-defined function under @sk.tracker, file.py:name;
-    {name: {option: value}} with options."""
+    """Trackers in addition to metrics.jsonl: tensorboard, {wandb: {project: digits}}, {mlflow: {uri: sqlite:///m.db}},
+    or a user-defined function under @sk.tracker, file.py:name; {name: {option: value}} with options."""
     max_mb: fields.Positive | None = 200.0
     """Maximum size of a file of process output under `launch`, in million bytes; the output then continues in the next
     file, stdout.1.txt, at the end of a line. null: no limit."""

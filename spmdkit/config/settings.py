@@ -107,8 +107,9 @@ class Settings(Section):
     log: sections.Log = sections.Log()
     """What a run logs."""
     hooks: list[fields.NamedChoice] = Field(default_factory=list)
-    """User-defined hooks in addition to Task(hooks=...): path/to/file.py:name or package.module:name of an sk.Hook, or
-    of a function under @sk.hook; {name: {option: value}} with its keyword arguments."""
+    """Hooks in addition to Task(hooks=...): early_stopping, reduce_on_plateau, {samples: {fn: file.py:name, every: N}},
+    {stop_after: {seconds: S}}, or user-defined: path/to/file.py:name or package.module:name of an sk.Hook, or of a
+    function under @sk.hook; {name: {option: value}} with its keyword arguments."""
     profile: sections.Profile | None = None
     """A profiler trace of some steps; null: none."""
     compile_cache: sections.CompileCache | None = sections.CompileCache()

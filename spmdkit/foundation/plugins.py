@@ -53,7 +53,7 @@ GROUPS = {
     "syncs": Group("communication/sync"),
     "default_hooks": Group("run/hooks"),
     "hooks": Group("run/common_hooks", helpers=("improvement",)),
-    "trackers": Group("metrics/trackers", "open", helpers=("base", "queue")),
+    "trackers": Group("metrics/trackers", "open", helpers=("base", "queue", "service_run")),
     "environments": Group("cluster/environments", None),
     "preemption_sources": Group("faults/preemption_sources"),
     "data_sources": Group(None, "open_source"),

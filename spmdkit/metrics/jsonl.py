@@ -29,7 +29,7 @@ def record_line(record: Mapping[str, Any], arrays: bool = False) -> str:
     """Returns a record as one line of strict JSON with a final newline; see the module docstring for its numbers.
 
     Args:
-        arrays: values may be lists of numbers.
+        arrays: values may be lists of numbers, and text.
     """
     step = plain_number("step", record.get("step"))
     if not isinstance(step, int) or isinstance(step, bool):
@@ -40,7 +40,7 @@ def record_line(record: Mapping[str, Any], arrays: bool = False) -> str:
     middle = sorted(set(record) - set(FIRST_KEYS) - set(LAST_KEYS))
     keys = [k for k in (*FIRST_KEYS, *middle, *LAST_KEYS) if k in record]
     plain: Callable[[str, Any], Any] = lambda key, x: (
-        x if type(x) is float or (arrays and isinstance(x, list)) else plain_number(key, x)
+        x if type(x) is float or (arrays and isinstance(x, list | str)) else plain_number(key, x)
     )
     values = {key: str(record[key]) if key == "split" else plain(key, record[key]) for key in keys}
     return _encode(strict_json(values)) + "\n"

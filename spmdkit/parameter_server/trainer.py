@@ -283,7 +283,7 @@ class _Monitor:
             run.message(f"step {step}: {format_metrics(bad)}")
         run.write({"step": step, **values, **rate, **progress})
         counts = [stats.histogram.get(i, 0) for i in range(max(stats.histogram, default=0) + 1)]
-        run.write({"step": step, "staleness_counts": counts}, kind="histogram")
+        run.write({"step": step, "staleness_counts": counts}, kind="array")
 
 
 def means(records: list[dict[str, Any]]) -> dict[str, float]:

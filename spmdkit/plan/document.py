@@ -266,8 +266,8 @@ def tokens_of_batch(program: Program) -> int | None:
     """Returns the tokens of a global batch: by `Task.tokens`, or the size of the largest integer leaf
     [batch, positions]; None for a task without one. A leaf of T + 1 positions of which the step reads the first T and
     the last T has T."""
-    if program.task.tokens is not None:
-        return program.num_tokens(program.abstract_batch)
+    if declared := program.num_tokens(program.abstract_batch):
+        return declared
     leaves = jax.tree.leaves(program.abstract_batch.examples)
     arrays = [x.shape for x in leaves if len(x.shape) == 2 and x.dtype.kind in "iu" and x.shape[1] > 1]
     if not arrays:

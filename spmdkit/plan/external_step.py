@@ -295,6 +295,10 @@ class _Argument:
 class ExternalProgram(ScriptProgram):
     """A step that does not use spmdkit. Only the attributes of `Program` that a plan uses are defined."""
 
+    def num_tokens(self, batch: Any) -> int:
+        """Returns 0: the tokens of a batch are not declared."""
+        return 0
+
     def __init__(self, step: Any, traced: jax.stages.Traced, arguments: Sequence[Any]):
         self._traced_step = traced
         self.notes, self.compile_log = [], []

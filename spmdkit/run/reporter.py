@@ -12,9 +12,14 @@ import numpy as np
 from spmdkit import metrics
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
+from spmdkit.errors import ConfigError
 from spmdkit.foundation import files, phase, redact
+from spmdkit.foundation.formatting import nearest
 from spmdkit.metrics import trackers
+from spmdkit.metrics.trackers.base import KINDS
 from spmdkit.run.hooks.base import RunView
+
+KEYS = ("step", "split")
 
 
 class Reporter:
@@ -55,10 +60,18 @@ class Reporter:
             self.progress.message(redact.redact_text(text))
 
     def write(self, record: Mapping[str, Any], kind: str) -> None:
-        """Writes a record `{"step", ...}` of host values on process 0. Arrays among scalars form a separate record of
-        the kind `histogram`."""
+        """Writes a record `{"step", ...}` of values, numpy or jax arrays on process 0. Arrays among scalars form a separate
+        record of the kind `array`.
+
+        Raises:
+            ConfigError: there is no such kind.
+        """
+        if kind not in KINDS:
+            raise ConfigError(f"run.write: kind is {kind!r}.{nearest(kind, KINDS)} It is one of {', '.join(KINDS)}.")
         if kind != "scalars":
-            self.trackers.write(record, kind)
+            as_array: Callable[[Any], Any] = lambda x: np.asarray(x).tolist() if kind == "array" else np.asarray(x)
+            plain = {name: as_array(x) if kind != "text" else str(x) for name, x in record.items() if name not in KEYS}
+            self.trackers.write({name: record[name] for name in KEYS if name in record} | plain, kind)
             return
         arrays = {name: np.asarray(x).tolist() for name, x in record.items() if not isinstance(x, str) and np.ndim(x)}
         scalars = {name: x for name, x in record.items() if name not in arrays}  # a copy, for the thread
@@ -66,8 +79,8 @@ class Reporter:
         with phase.during("printing"):
             self.progress.write(scalars)
         if arrays:
-            which = {name: record[name] for name in ("step", "split") if name in record}
-            self.trackers.write(which | arrays, "histogram")
+            which = {name: record[name] for name in KEYS if name in record}
+            self.trackers.write(which | arrays, "array")
 
     def close(self) -> None:
         """Closes trackers and progress on process 0, so that all records are written."""

@@ -7,22 +7,24 @@ the same step. Only methods of `Run` change its attributes.
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
 
 from spmdkit import data, metrics
-from spmdkit.checkpoint import Checkpoints, Remote
+from spmdkit.checkpoint import Checkpoints, Remote, best_step
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.data import DeviceBatches
-from spmdkit.errors import CheckpointWriteError, Preempted, UserCodeError
+from spmdkit.errors import CheckpointError, CheckpointWriteError, Preempted, UserCodeError
 from spmdkit.faults import ExitRequested, StopSignals, Watchdog, describe, taken_over
 from spmdkit.foundation.constants import STEPS_IN_FLIGHT
 from spmdkit.foundation.run_status import StepMark
@@ -299,11 +301,20 @@ class Run:
     def write(self, record: Mapping[str, object], kind: str = "scalars") -> None:
         """Writes a record `{"step", ...}` of host values to the trackers on process 0; scalars are also shown.
 
-        Arrays among scalars (`sk.bincount`) form a separate record of the kind `histogram`.
+        Arrays among scalars (`sk.bincount`) form a separate record of the kind `array`; all kinds are in
+        metrics/trackers/base.py.
         """
         if self.cluster.is_main:
             self.fence.check(every_s=OWNERSHIP_RECHECK_S)
             self.reporter.write(record, kind)
+
+    def best_checkpoint(self) -> Path | None:
+        """Returns the local folder of the best checkpoint by `checkpoint.best`; None if there is none."""
+        if self.checkpoints is None or isinstance(self.checkpoints.directory, Remote):
+            return None
+        with contextlib.suppress(CheckpointError):
+            return Path(self.checkpoints.directory) / str(best_step(self.checkpoints.directory))
+        return None
 
     def newest(self) -> str:
         """Returns a sentence about the newest checkpoint, once the save in flight has ended."""

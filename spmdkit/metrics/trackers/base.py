@@ -15,12 +15,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-KINDS = ("scalars", "text", "image", "histogram", "hparams", "table")
-"""Kinds of records. A run writes scalars; a hook may write any kind (`run.write`)."""
+KINDS = ("scalars", "array", "text", "image", "histogram", "audio")
+"""Kinds of records. A run writes scalars and arrays; a hook may write any kind (`run.write`)."""
 
 Record = Mapping[str, Any]
-"""`{"step", ...}` of host values, with `"split": "eval"` for an evaluation. Scalars: number by name; histogram: nested
-lists of numbers (`sk.bincount`)."""
+"""`{"step", name: value}` of host values, with `"split": "eval"` for an evaluation:
+
+    scalars    a number
+    array      nested lists of numbers: metrics such as `sk.bincount`
+    text       a str
+    image      an array [height, width] or [height, width, channels], uint8 or floats from 0 to 1
+    histogram  an array of values, whose distribution is shown
+    audio      an array [samples] or [samples, channels] of floats from -1 to 1, and `"rate"`, the samples per second
+"""
+
+
+def names_of(record: Record, kind: str) -> list[str]:
+    """Returns the names of the values of a record."""
+    others = ("step", "split", "rate") if kind == "audio" else ("step", "split")
+    return [name for name in record if name not in others]
 
 
 def nothing(*_: Any) -> None:
@@ -40,6 +53,7 @@ class Tracker:
             dropped because the queue was full. Not needed if a later value of a step replaces the earlier one.
         close: writes the remaining records.
         own: the run's primary record: the training thread writes it, and an exception ends the run.
+        close_s: seconds that the end of a run waits for `close`; None: 10.
     """
 
     write: Callable[[str, Record], None]
@@ -48,6 +62,7 @@ class Tracker:
     rewind: Callable[[int], None] = nothing
     close: Callable[[], None] = nothing
     own: bool = False
+    close_s: float | None = None
 
     def __post_init__(self) -> None:
         assert set(self.accepts) <= set(KINDS), f"a tracker accepts {sorted(self.accepts)}, out of {KINDS}"

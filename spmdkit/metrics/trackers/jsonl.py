@@ -1,5 +1,5 @@
-"""`metrics.jsonl`: the run's primary metrics, one line per record (arrays likewise in `counts.jsonl`), truncated to the
-restored step on resume.
+"""`metrics.jsonl`: the run's primary metrics, one line per record (arrays likewise in `counts.jsonl`, text in
+`text.jsonl`), truncated to the restored step on resume.
 
 Each record is one `write` to the file, so a killed process loses no written record. `sync` waits for the disk. It is
 called before a checkpoint is saved, so that no checkpoint is newer than its metrics even after a power failure.
@@ -16,27 +16,30 @@ from spmdkit.foundation.files import json_object, not_writable, not_written, ope
 from spmdkit.metrics.jsonl import record_line
 from spmdkit.metrics.trackers.base import Tracker
 
+FILES = {"array": "counts.jsonl", "text": "text.jsonl"}
+"""Kind of record -> its file, which exists if there are such records."""
+
 
 def open(run: Any, last_step: int) -> Tracker:
-    """Returns the tracker of `metrics.jsonl` in the run directory, and of `counts.jsonl` if a metric is an array."""
-    path = run.directory / "counts.jsonl"
-    file, arrays = JsonlTracker(run.directory / "metrics.jsonl", last_step), list[JsonlTracker]()
+    """Returns the tracker of `metrics.jsonl` in the run directory, and of `FILES`."""
+    opened = {"scalars": JsonlTracker(run.directory / "metrics.jsonl", last_step)}
 
-    def of_arrays() -> JsonlTracker:
-        if not arrays:
-            arrays.append(JsonlTracker(path, last_step, arrays=True))
-        return arrays[0]
+    def of_kind(kind: str) -> JsonlTracker:
+        if kind not in opened:
+            opened[kind] = JsonlTracker(run.directory / FILES[kind], last_step, arrays=True)
+        return opened[kind]
 
-    if path.exists():
-        of_arrays()
+    for kind, name in FILES.items():
+        if (run.directory / name).exists():
+            of_kind(kind)
 
     def each(use: Callable[[JsonlTracker], None]) -> None:
-        for tracker in (file, *arrays):
+        for tracker in opened.values():
             use(tracker)
 
     return Tracker(
-        lambda kind, record: (file if kind == "scalars" else of_arrays()).write(record),
-        accepts=frozenset({"scalars", "histogram"}),
+        lambda kind, record: of_kind(kind).write(record),
+        accepts=frozenset({"scalars", *FILES}),
         flush=lambda: each(JsonlTracker.sync),
         rewind=lambda step: each(lambda tracker: tracker.rewind(step)),
         close=lambda: each(JsonlTracker.close),
@@ -56,7 +59,7 @@ class JsonlTracker:
 
     Raises ConfigError if the file cannot be opened (folder not writable), and CheckpointWriteError if a line cannot be
     written (disk full); the partial line is removed, so the file stays valid. Raises UserCodeError for a metric that is
-    not one number; with `arrays`, lists of numbers are also accepted.
+    not one number; with `arrays`, lists of numbers and text are also accepted.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep_through_step: int | None, arrays: bool = False) -> None:

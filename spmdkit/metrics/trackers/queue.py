@@ -11,7 +11,7 @@ from typing import Any
 
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.foundation.timeouts import TRACKER_CLOSE_S
-from spmdkit.metrics.trackers.base import Record, Tracker, nothing
+from spmdkit.metrics.trackers.base import Record, Tracker, names_of, nothing
 
 MAX_QUEUED = 1024
 
@@ -29,6 +29,7 @@ class Trackers:
         self._warn, self._patience_s = warn, patience_s
         self._own: list[Tracker] = []
         self._others: dict[str, Tracker] = {}
+        self._not_shown: set[tuple[str, str]] = set()  # (tracker, kind)
         self._dropped = 0
         self._back: int | None = None  # a pending rewind of the others to this step: the queue was full
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(most_waiting)
@@ -58,10 +59,18 @@ class Trackers:
             self._thread.start()
 
     def write(self, record: Record, kind: str = "scalars") -> None:
-        """Writes or queues a record of host values."""
+        """Writes or queues a record of host values. A kind that a tracker does not accept is reported once."""
         for tracker in self._own:
             if kind in tracker.accepts:
                 tracker.write(kind, record)
+        shown = {name: kind in tracker.accepts for name, tracker in self._others.items()}
+        if not (is_own := any(kind in tracker.accepts for tracker in self._own)):
+            shown = shown or {"": False}
+        for name in (name for name, is_shown in shown.items() if not is_shown and (name, kind) not in self._not_shown):
+            self._not_shown.add((name, kind))
+            subject = f"tracker {name} does not show" if name else "no tracker shows"
+            others = " They are in files of the run." * is_own if name else " Add tensorboard, wandb or mlflow to log.trackers."
+            self._warn(f"{subject} records of the kind {kind}: {', '.join(names_of(record, kind))}.{others}")
         if self._others:
             self._put(lambda tracker: tracker.write(kind, record) if kind in tracker.accepts else None)
 
@@ -93,14 +102,13 @@ class Trackers:
             )
 
     def _stop(self, thread: threading.Thread) -> None:
+        patience_s = max([self._patience_s, *(t.close_s for t in self._others.values() if t.close_s is not None)])
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=self._patience_s)
-            thread.join(self._patience_s)
+            thread.join(patience_s)
         if thread.is_alive():
             names = ", ".join(self._others)
-            self._warn(
-                f"trackers: {names} did not take its last records within {self._patience_s:g} s. They are left out."
-            )
+            self._warn(f"trackers: {names} did not take its last records within {patience_s:g} s. They are left out.")
 
     def _next_work(self, use: Callable[[Tracker], None]) -> Callable[[], None]:
         """Returns the work of the thread: a rewind if one is pending, then `use` of each tracker."""

@@ -1,58 +1,77 @@
-"""Writes records for TensorBoard (extra `tensorboard`): `train/loss`, `eval/loss`, `throughput/...`."""
+"""Writes records for TensorBoard (extra `tensorboard`): `train/loss`, `eval/loss`, `throughput/...`, text, images,
+histograms and audio, the config and its hyperparameters.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdkit.errors import ConfigError
+import numpy as np
+import yaml
+
 from spmdkit.metrics.jsonl import LAST_KEYS, plain_number
-from spmdkit.metrics.trackers.base import Tracker
+from spmdkit.metrics.trackers.base import Record, Tracker, names_of
+from spmdkit.metrics.trackers.service_run import flat, package, pixels, settings, tag
+
+NEEDS = {"image": "PIL", "audio": "soundfile"}
+"""Kind of record -> the package with which tensorboardX encodes it."""
 
 
 def open(run: Any, last_step: int) -> Tracker:
     """Returns the tracker of event files in `tensorboard/` of the run directory."""
     files = TensorboardTracker(run.directory / "tensorboard", keep_through_step=last_step)
-    write = lambda kind, record: files.write(record)
-    return Tracker(write, flush=files.flush, rewind=files.rewind, close=files.close)
+    if config := settings(run.directory):
+        files.write_settings(config, last_step)
+    encoded = {kind for kind, module in NEEDS.items() if importlib.util.find_spec(module) is not None}
+    accepts = frozenset({"scalars", "text", "histogram"} | encoded)
+    return Tracker(files.write, accepts, flush=files.flush, rewind=files.rewind, close=files.close)
 
 
 class TensorboardTracker:
-    """Writes each number of a record as a scalar at the record's step to event files in `directory`.
+    """Writes the values of a record at its step to event files in `directory`.
 
     `keep_through_step`: the restored step; TensorBoard hides later records of an interrupted run (0: all, None: none).
     Raises ConfigError if tensorboardX is not installed.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep_through_step: int | None = None) -> None:
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "log.trackers names tensorboard, but the package tensorboardX was not found."
-                " TensorBoard files are written by it."
-                " Run `pip install 'spmdkit[tensorboard]'`, or leave it out of log.trackers."
-            ) from error
+        writer = package("tensorboardX", "tensorboard").SummaryWriter
 
         def open(step: int | None) -> Any:
             # tensorboardX names files by the second and overwrites an existing one.
             suffix = f".{len(list(Path(directory).glob('events.out.*'))):04d}"
             purge_step = None if step is None else step + 1
-            return SummaryWriter(os.fspath(directory), purge_step=purge_step, filename_suffix=suffix)
+            return writer(os.fspath(directory), purge_step=purge_step, filename_suffix=suffix)
 
         self._open = open
         self._writer: Any = self._open(keep_through_step)
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Adds the record's numbers; the files are written by a thread of tensorboardX."""
-        step = int(record["step"])
-        group = str(record.get("split", "train"))
-        for key, value in record.items():
-            if key not in ("step", "split"):
-                tag = f"throughput/{key}" if key in LAST_KEYS else f"{group}/{key}"
-                self._writer.add_scalar(tag, float(plain_number(key, value)), step)
+    def write_settings(self, config: dict[str, Any], step: int) -> None:
+        """Adds the config as text, and its scalars as hyperparameters."""
+        text = yaml.safe_dump(config, sort_keys=False)
+        self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), step)
+        for summary in package("tensorboardX.summary", "tensorboard").hparams(flat(config), {"train/loss": 0.0}):
+            self._writer.file_writer.add_summary(summary)
+
+    def write(self, kind: str, record: Record) -> None:
+        """Adds a record; the files are written by a thread of tensorboardX."""
+        step, writer = int(record["step"]), self._writer
+        for key in names_of(record, kind):
+            value, name = record[key], tag(record, key)
+            if kind == "scalars":
+                name = f"throughput/{key}" if key in LAST_KEYS else name
+                writer.add_scalar(name, float(plain_number(key, value)), step)
+            elif kind == "text":
+                writer.add_text(name, value, step)
+            elif kind == "histogram":
+                writer.add_histogram(name, np.ravel(value), step)
+            elif kind == "image":
+                writer.add_image(name, pixels(value), step, dataformats="HW" if np.ndim(value) == 2 else "HWC")
+            else:
+                writer.add_audio(name, np.asarray(value), step, sample_rate=int(record["rate"]))
 
     def flush(self) -> None:
         """Passes written records to the operating system."""

@@ -73,7 +73,8 @@ class RunView(Protocol):
         """Shows a line on the terminal of process 0."""
 
     def write(self, record: Mapping[str, object], kind: str = "scalars") -> None:
-        """Writes a record `{"step", ...}` of host values to the trackers, on process 0."""
+        """Writes a record `{"step", ...}` to the trackers, on process 0. Kinds: scalars, text, image, histogram, array
+        and audio (metrics/trackers/base.py)."""
 
     def numbers(self, step: int, values: DeviceMetrics) -> Metrics:
         """Returns the metrics of `step` on the host. Waits for the devices."""
