@@ -37,7 +37,7 @@ quick: $(VENV)/.test lint types
 extras: packages jobs
 
 packages: $(EXTRAS)/.test
-	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m '(tpu or gpu or storage or ray or streams or transformers) and not slow' --numprocesses 2 --dist loadfile
+	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m '(tpu or gpu or storage or ray or streams or trackers or transformers) and not slow' --numprocesses 2 --dist loadfile
 
 jobs: $(EXTRAS)/.test
 	$(BOUND) 600 $(EXTRAS)/bin/python -m pytest -m engines -k 'numbers_of_a_local_run and not lost' -rs

@@ -60,8 +60,8 @@ class Reporter:
             self.progress.message(redact.redact_text(text))
 
     def write(self, record: Mapping[str, Any], kind: str) -> None:
-        """Writes a record `{"step", ...}` of values, numpy or jax arrays on process 0. Arrays among scalars form a separate
-        record of the kind `array`.
+        """Writes a record `{"step", ...}` on process 0, also of numpy and jax arrays. Arrays among scalars form a
+        separate record of the kind `array`.
 
         Raises:
             ConfigError: there is no such kind.

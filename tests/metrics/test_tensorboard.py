@@ -17,8 +17,8 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
 def test_the_real_package_writes_event_files(tmp_path):
     pytest.importorskip("tensorboardX")
     tracker = TensorboardTracker(tmp_path / "tensorboard")
-    tracker.write({"step": 1, "loss": 2.0, "examples_per_s": 5.0})
-    tracker.write({"step": 1, "split": "eval", "loss": 3.0})
+    tracker.write("scalars", {"step": 1, "loss": 2.0, "examples_per_s": 5.0})
+    tracker.write("scalars", {"step": 1, "split": "eval", "loss": 3.0})
     tracker.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
     for tag in (b"train/loss", b"eval/loss", b"throughput/examples_per_s"):

@@ -45,8 +45,6 @@ def open(
         return client
 
     def write(client: Any, kind: str, record: Record) -> None:
-        if not state.is_new(kind, record):
-            return
         step, names = int(record["step"]), names_of(record, kind)
         if kind == "scalars":
             metric, now = package("mlflow.entities", "mlflow").Metric, int(time.time() * 1000)
@@ -62,7 +60,7 @@ def open(
             client.log_artifacts(state.id, str(path), f"best_checkpoint/{path.name}")
         client.set_terminated(state.id)
 
-    return connected(connect, write, close, KINDS, best_checkpoint)
+    return connected(state, connect, write, close, KINDS, best_checkpoint)
 
 
 def _experiment(client: Any, name: str, artifacts: str | None) -> str:

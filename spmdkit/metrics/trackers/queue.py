@@ -14,6 +14,7 @@ from spmdkit.foundation.timeouts import TRACKER_CLOSE_S
 from spmdkit.metrics.trackers.base import Record, Tracker, names_of, nothing
 
 MAX_QUEUED = 1024
+REPAIR = "tensorboard, wandb and mlflow show more kinds."
 
 Open = Callable[[], Tracker]
 
@@ -69,7 +70,7 @@ class Trackers:
         for name in (name for name, is_shown in shown.items() if not is_shown and (name, kind) not in self._not_shown):
             self._not_shown.add((name, kind))
             subject = f"tracker {name} does not show" if name else "no tracker shows"
-            others = " They are in files of the run." * is_own if name else " Add tensorboard, wandb or mlflow to log.trackers."
+            others = " They are in files of the run." if is_own else f" {REPAIR}"
             self._warn(f"{subject} records of the kind {kind}: {', '.join(names_of(record, kind))}.{others}")
         if self._others:
             self._put(lambda tracker: tracker.write(kind, record) if kind in tracker.accepts else None)

@@ -100,17 +100,20 @@ def pixels(value: Any) -> np.ndarray[Any, Any]:
 
 
 def connected(
+    state: ServiceRun,
     connect: Callable[[], Any],
     write: Callable[[Any, str, Record], None],
     close: Callable[[Any], None],
     accepts: frozenset[str],
     uploads: bool,
 ) -> Tracker:
-    """Returns a tracker that connects in the thread of the trackers, before its first record, so that a slow service
-    does not delay the start."""
+    """Returns a tracker that sends each step once. It connects in the thread of the trackers, before its first record:
+    a slow service does not delay the start."""
     service: list[Any] = []
 
     def connected_write(kind: str, record: Record) -> None:
+        if not state.is_new(kind, record):
+            return
         if not service:
             service.append(connect())
         write(service[0], kind, record)

@@ -51,9 +51,8 @@ def open(
         )
 
     def write(service: Any, kind: str, record: Record) -> None:
-        if state.is_new(kind, record):
-            shown = {tag(record, key): _shown(wandb, kind, record, record[key]) for key in names_of(record, kind)}
-            service.log(shown, step=int(record["step"]))
+        shown = {tag(record, key): _shown(wandb, kind, record, record[key]) for key in names_of(record, kind)}
+        service.log(shown, step=int(record["step"]))
 
     def close(service: Any) -> None:
         if best_checkpoint and (path := run.best_checkpoint()) is not None:
@@ -62,7 +61,7 @@ def open(
             service.log_artifact(artifact)
         service.finish()
 
-    return connected(connect, write, close, KINDS, best_checkpoint)
+    return connected(state, connect, write, close, KINDS, best_checkpoint)
 
 
 def _shown(wandb: Any, kind: str, record: Record, value: Any) -> Any:
