@@ -105,5 +105,5 @@ def test_a_distribution_that_cannot_be_imported(tmp_path, monkeypatch):
 
 
 def test_a_hook_that_no_distribution_has():
-    with pytest.raises(ConfigError, match=r"hooks\[0\]: needs file\.py:name: no installed distribution has hooks"):
+    with pytest.raises(ConfigError, match=r"hooks\[0\]: needs one of early_stopping, .*, found 'my_hook'"):
         sk.Config(task="t.py:t", hooks=["my_hook"])
