@@ -99,6 +99,8 @@ OWNERSHIP_RECHECK_S = 0.1  # between two reads of the owner of the run directory
 # ---- evaluation, trackers, plan ----
 EVALUATOR_POLL_S = 1.0  # between two polls for a new checkpoint
 TRACKER_CLOSE_S = 10.0  # for a tracker, at the end of a run
+TRACKER_CONNECT_S = 20.0  # for W&B; the process ends no earlier if its service does not respond
+TRACKER_UPLOAD_S = 600.0  # for the best checkpoint, at the end of a run
 GIT_S = 5.0  # for git to report the commit
 PLAN_CLOSE_S = 60.0  # for the plan of the run, at its end
 PLAN_WORKER_S = 900  # for a process of `plan --search`

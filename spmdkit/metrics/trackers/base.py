@@ -25,7 +25,7 @@ Record = Mapping[str, Any]
     array      nested lists of numbers: metrics such as `sk.bincount`
     text       a str
     image      an array [height, width] or [height, width, channels], uint8 or floats from 0 to 1
-    histogram  an array of values, whose distribution is shown
+    histogram  an array of values; their distribution is shown
     audio      an array [samples] or [samples, channels] of floats from -1 to 1, and `"rate"`, the samples per second
 """
 

@@ -1,6 +1,6 @@
 """Sends records to MLflow (extra `mlflow`): metrics, text and images, the config as parameters, and at the end the best
-checkpoint. Without `uri` and MLFLOW_TRACKING_URI it writes to `mlflow.db` beside the run directory, which
-`mlflow ui --backend-store-uri sqlite:///mlflow.db` shows.
+checkpoint. Without `uri` and MLFLOW_TRACKING_URI it writes to `mlflow.db` in the parent folder of the run directory,
+which `mlflow ui --backend-store-uri sqlite:///mlflow.db` shows.
 """
 
 from __future__ import annotations

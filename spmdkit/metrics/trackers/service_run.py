@@ -19,10 +19,8 @@ import yaml
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.files import json_object
+from spmdkit.foundation.timeouts import TRACKER_UPLOAD_S
 from spmdkit.metrics.trackers.base import Record, Tracker, names_of
-
-UPLOAD_S = 600.0
-"""Time limit for the upload of a checkpoint at the end of a run."""
 
 
 class ServiceRun:
@@ -122,4 +120,4 @@ def connected(
         if service:
             close(service.pop())
 
-    return Tracker(connected_write, accepts, close=close_once, close_s=UPLOAD_S if uploads else None)
+    return Tracker(connected_write, accepts, close=close_once, close_s=TRACKER_UPLOAD_S if uploads else None)

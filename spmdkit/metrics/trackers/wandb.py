@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from spmdkit.foundation.timeouts import TRACKER_CONNECT_S
 from spmdkit.metrics.trackers.base import Record, Tracker, names_of
 from spmdkit.metrics.trackers.service_run import ServiceRun, connected, package, pixels, settings, tag
 
 KINDS = frozenset({"scalars", "text", "image", "histogram", "audio"})
-CONNECT_S = 20.0
-"""Time limit for a connection. The process of W&B ends no earlier if its service does not respond."""
 
 
 def open(
@@ -47,7 +46,7 @@ def open(
             mode=mode,
             dir=str(run.directory),
             config=settings(run.directory),
-            settings=wandb.Settings(silent=True, console="off", init_timeout=CONNECT_S),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=TRACKER_CONNECT_S),
         )
 
     def write(service: Any, kind: str, record: Record) -> None:
