@@ -152,6 +152,10 @@ class Data(Section):
     """Number of batches prefetched on the device, and in the reader."""
     threads: fields.Few = 1
     """Reader threads of each process. With 1, one thread at a time reads the training and evaluation data."""
+    check: Literal["sample", "full", "off"] = "sample"
+    """Rows that are compared between processes and with those of the restored checkpoint. sample: some rows, at the
+    start; full: also every row, in the background; off: only length and structure. The check for rows that differ when
+    they are read again always runs."""
     retries: fields.Times = 0
     """Number of retries of a row when data[i] raises, with increasing pauses."""
     max_bad_examples: fields.Times = 0

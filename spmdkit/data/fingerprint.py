@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from spmdkit.data.open_shards import CheckedStream
 from spmdkit.data.permutation import permute
 from spmdkit.data.source import Source
 from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.foundation import files
 from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import FINGERPRINT_S
 from spmdkit.foundation.trees import describe, named_leaves, tree_bytes
@@ -30,6 +31,8 @@ ROWS_READ = 64
 MIN_READ = 6
 """Number of rows that are read regardless of time."""
 MIN_READ_TWICE, MOST_READ_TWICE = 3, 8
+MAX_BLOCKS = 256
+"""Maximum number of blocks of a complete comparison."""
 READINGS = 3
 """Minimum number of attempts to read a row that raises."""
 VARIES = "different each time it is read"
@@ -53,13 +56,21 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(
-    source: Source | CheckedStream, retries: int = 0, clock: Callable[[], float] = time.monotonic
+    source: Source | CheckedStream,
+    retries: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    reads_rows: bool = True,
 ) -> Fingerprint:
     """Returns the fingerprint of a source.
 
     Args:
         retries: the number of retries of a row in training; the minimum number here.
+        reads_rows: whether the sample is read (`data.check`).
     """
+    if not reads_rows:
+        examples = "a stream" if isinstance(source, CheckedStream) else len(source)
+        return Fingerprint(examples, structure(source), {}, in_memory=False)
     if isinstance(source, CheckedStream):
         return Fingerprint("a stream", structure(source), {"first rows": source.first}, in_memory=False)
     readings = max(READINGS, retries + 1)
@@ -77,6 +88,28 @@ def fingerprint(
         digests[row] = digests.get(row) or _row(source, row, readings)
     rows = {f"row {row}": digest for row, digest in sorted(digests.items()) if digest is not None}
     return Fingerprint(len(source), structure(source), rows, in_memory=False)
+
+
+def block_rows(length: int) -> Iterator[range]:
+    """Yields the rows of each block of `block_digests`."""
+    size = -(-length // MAX_BLOCKS)
+    return (range(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def block_digests(source: Source, retries: int = 0) -> Iterator[str | None]:
+    """Reads each row once and yields the digest of each block of consecutive rows; None if one cannot be read."""
+    row_bytes = max(1, tree_bytes(source.element()))
+    for rows in block_rows(len(source)):
+        if source.in_memory:
+            most = max(1, BYTES_IN_MEMORY // row_bytes)
+            parts: Iterator[str | None] = (
+                _digest(jax.tree.leaves(source.gather(np.arange(first, min(first + most, rows.stop)))))
+                for first in range(rows.start, rows.stop, most)
+            )
+        else:
+            parts = (_row(source, row, max(READINGS, retries + 1)) for row in rows)
+        digests = list(parts)
+        yield None if None in digests else files.digest("".join(map(str, digests)).encode())
 
 
 def rows_vary(source: Source, retries: int = 0) -> bool:

@@ -114,7 +114,7 @@ def _type_name(data: Any) -> str:
 
 def _is_grain_dataset(data: Any) -> bool:
     grain = sys.modules.get("grain")  # not imported here: the import takes 0.3 s, and no such dataset exists without it
-    return grain is not None and isinstance(data, grain.MapDataset)
+    return isinstance(data, getattr(grain, "MapDataset", ()))  # without it: another thread imports grain
 
 
 def _refuse_batches(dataset: Any, what: str) -> None:

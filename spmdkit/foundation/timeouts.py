@@ -85,6 +85,7 @@ ROW_RETRY_LONGEST_S = 5.0  # before any retry
 CLOCK_LIBRARY_S = 60  # to compile the library that shifts the clock of a process
 
 # ---- checkpoints ----
+DATA_CHECK_POLL_S = 0.2  # between two polls of the digests of other processes
 SAVE_POLL_S = 0.1  # between two polls of the background save
 SAVE_ABANDON_S = 10.0  # for a save that cannot be committed, since a process died
 SAVE_RETRY_S = 1.0  # between two attempts of the last save

@@ -256,7 +256,7 @@ def open_on_all_processes(
     quiet = not cluster.is_main or config.log.progress == "off"
     print_line = lambda line: None if quiet else print(visible(line), file=sys.stderr, flush=True)
     make_task = lambda: with_streams(task_of(config) if task is None else with_hooks(task, config), config)
-    same_task = consistency.same_data(cluster, make_task, config.data.retries)
+    same_task = consistency.same_data(cluster, make_task, config.data.retries, samples=config.data.check != "off")
     opened = (trainer or trainer_of(config)).program_config(config)
     return consistency.same_program(
         cluster, lambda: open_program(opened, same_task, cluster.devices, limit_bytes, print_line)

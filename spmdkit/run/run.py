@@ -246,11 +246,15 @@ class Run:
         self.program.continue_sizes(tuple((start, size) for start, size in record["batch_sizes"]), done)
         self.program.skipped_rows[0].restore(record.get("skipped_rows", []))
         self.program.feed.restore(step, record.get("position"), "train_data" not in self._allow_change)
-        for name in self.hook_runner.restore(record.get("hooks", {})):
+        for name in self.hook_runner.restore(self._hook_states(record)):
             self.events.write("hook_removed", step=step, hook=name)
         self.step = step
         if self.checkpoints is not None:
             self.checkpoints.saved_step = step if is_saved else 0
+
+    def _hook_states(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        may_change = "train_data" in self._allow_change
+        return {name: x for name, x in record.get("hooks", {}).items() if not (may_change and name == "data_check")}
 
     def return_to(self, found: restore.Restored) -> None:
         """Resets the run to an earlier checkpoint or to step 0, and drops the results of undone steps."""

@@ -20,7 +20,7 @@ EVERYTHING = {
     "checkpoint": {"every_steps": 20, "every_seconds": 5.0},
     "profile": {"start": 5, "steps": 2},
     "log": {"every_steps": 5},
-    "data": {"retries": 1},
+    "data": {"retries": 1, "check": "full"},
     "precision": {"params": "bfloat16"},
     "replica_check": {"every_steps": 10},
     "on_spike": {"action": "skip"},

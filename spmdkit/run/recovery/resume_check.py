@@ -49,7 +49,8 @@ class Change(NamedTuple):
 def described(config: Config, task: Task) -> dict[str, Any]:
     """Returns the description of a run for the record of a checkpoint, in addition to its config: digests of source
     text and data, versions, variables."""
-    data = {name: _data(given, name, config.data.retries) for name, given in task.named_data().items()}
+    samples = config.data.check != "off"
+    data = {name: _data(given, name, config.data.retries, samples) for name, given in task.named_data().items()}
     package = source_digest.digest(json.dumps(source_digest.package_digests()))
     return {
         "text": source_digest.digests(config) | {"spmdkit's own files": package},
@@ -59,12 +60,13 @@ def described(config: Config, task: Task) -> dict[str, Any]:
     }
 
 
-def _data(given: Any, name: str, retries: int) -> dict[str, Any]:
-    """Returns a fingerprint of the data. Rows that are read separately, which may fail, are hashed separately."""
+def _data(given: Any, name: str, retries: int, samples: bool) -> dict[str, Any]:
+    """Returns a fingerprint of the data, with digests of rows if it `samples` them. Rows that are read separately,
+    which may fail, are hashed separately."""
     if isinstance(given, PerProcess) and given.lengths:  # identical on all processes although their rows differ
         example = structure(open_source(given, name))
         return {"examples": sum(given.lengths), "example": example, "rows": {"each process": str(given.lengths)}}
-    found = fingerprint(open_data(given, name), retries)
+    found = fingerprint(open_data(given, name), retries, reads_rows=samples)
     digest = hashlib.sha256(json.dumps(found.rows, sort_keys=True).encode()).hexdigest()[:16]
     return {
         "examples": found.examples,

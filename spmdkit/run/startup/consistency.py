@@ -58,9 +58,10 @@ def start_facts(config: Config) -> dict[str, str]:
     return facts | versions | variables | source_digest.texts(config) | package
 
 
-def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> Task:
+def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0, samples: bool = True) -> Task:
     """Returns the task of `make`, with the same data on all processes, or with per-process data and the lengths of all.
-    Arrays in memory are opened once. `retries`: maximum number of further reads of a row that raises."""
+    Arrays in memory are opened once. `retries`: maximum number of further reads of a row that raises. `samples`:
+    whether a sample of rows is compared."""
     if cluster.num_processes == 1:
         return make()
     made = list[Task]()
@@ -71,7 +72,7 @@ def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> T
         given = task.named_data()
         opened = {name: open_data(x, name) for name, x in given.items()}
         made.append(task.with_data({name: _opened(given[name], x) for name, x in opened.items()}))
-        prints.update({name: fingerprint(x, retries) for name, x in opened.items()})
+        prints.update({name: fingerprint(x, retries, reads_rows=samples) for name, x in opened.items()})
         kinds = {
             name: "of each process" if name in own(task) else str(found.examples) for name, found in prints.items()
         }
