@@ -8,6 +8,10 @@ exceptions are bugs of spmdkit.
 from __future__ import annotations
 
 import enum
+import os
+import re
+import sysconfig
+import traceback
 from collections.abc import Mapping
 
 
@@ -64,10 +68,28 @@ def outcome(code: int) -> str:
     return "; ".join(words) or (f"ended by signal {code - 128}" if 128 < code < 193 else "an unknown exit code")
 
 
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+
+
+def is_runtime(file: str) -> bool:
+    """Returns whether the file of a frame belongs to Python, an installed package or spmdkit."""
+    return file.startswith((_PACKAGE, _STDLIB, "<frozen ")) or _INSTALLED.search(file) is not None
+
+
 class SpmdkitError(Exception):
     """Base of every error that the user can fix. `exit_code` is the command line's exit status."""
 
     exit_code: int = ExitCode.FAILED
+
+    def details(self) -> str:
+        """Returns the message as the command line prints it."""
+        return str(self) or type(self).__name__
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns what IPython prints: the message, without the frames of spmdkit."""
+        return self.details().splitlines()
 
 
 class ConfigError(SpmdkitError):
@@ -78,6 +100,18 @@ class ConfigError(SpmdkitError):
 
 class UserCodeError(SpmdkitError):
     """The user's function or data source raised. `__cause__` is the original exception."""
+
+    def details(self) -> str:
+        """Returns the message, the user's frames and the original exception."""
+        if (cause := self.__cause__) is None:
+            return super().details()
+        frames = traceback.extract_tb(cause.__traceback__)
+        user_frames = [frame for frame in frames if not is_runtime(frame.filename)]
+        shown = traceback.TracebackException(type(cause), cause, None)
+        notes = getattr(cause, "__notes__", ())
+        shown.__notes__ = [note for note in notes if "JAX has removed its internal frames" not in note]
+        lines = traceback.format_list(user_frames or frames[-3:])
+        return f"{self}\n{''.join([*lines, *shown.format_exception_only()]).rstrip()}".strip()
 
 
 class OutOfMemoryError(SpmdkitError):

@@ -58,8 +58,9 @@ def parse_config(
 def replace_keys(config: Config, changes: Mapping[str, Any]) -> Config:
     """Returns the config with dotted keys set to new values, validated again: `{"mesh": {"data": 4}, "ema": None}`."""
     values = config.model_dump()
-    if changes.get("steps") is not None:
-        values["epochs"] = None
+    for key, other in (("steps", "epochs"), ("epochs", "steps")):  # the length of a run has one of them
+        if changes.get(key) is not None:
+            values[other] = None
     for key, new in changes.items():
         *parents, last = key.split(".")
         inner = values

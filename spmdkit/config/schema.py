@@ -1,6 +1,7 @@
 """`Config`: the validated settings of a run (settings.py, rules.py), as a frozen pydantic model.
 
-`Config(task="my_task.py:task", mesh={"data": 8})` builds one in Python from plain values; `load_config` and
+`Config(task="my_task.py:task", mesh={"data": 8})` builds one in Python from plain values (without `task`, a task is
+passed to `sk.train`); `load_config` and
 `parse_config` (load.py) build one from a file or a mapping, with the line of every key. All of them raise `ConfigError`
 with every problem.
 """
@@ -17,7 +18,7 @@ from pydantic import ModelWrapValidatorHandler, ValidationError, ValidationInfo,
 from spmdkit.config import problems, rules, wording
 from spmdkit.config.settings import Settings
 from spmdkit.config.source import REFERENCE
-from spmdkit.config.task import split_reference
+from spmdkit.config.task import IN_PYTHON, split_reference
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import name_axes
 
@@ -30,6 +31,8 @@ class Config(Settings):
     def _raise_config_error(cls, data: Any, handler: ModelWrapValidatorHandler[Config], info: ValidationInfo) -> Config:
         """Converts the errors of pydantic and of the rules into one ConfigError. `info.context` is the Origin."""
         origin = info.context if isinstance(info.context, problems.Origin) else problems.Origin()
+        if origin.file is None and isinstance(data, dict):
+            data = {"task": IN_PYTHON} | data
         try:
             config = handler(_with_roles(_with_epochs(data)))
         except ValidationError as error:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from spmdkit.errors import ConfigError
 
+IN_PYTHON = "python:task"
+"""The task of a config in Python that names none: the task is passed to `sk.train`."""
+
 
 def split_reference(task: str, folder: Path, where: str) -> tuple[str, str]:
     """Returns (absolute path of the .py file, name) or (module, name), without opening or importing it.

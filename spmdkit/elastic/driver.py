@@ -19,7 +19,8 @@ from spmdkit.faults import StopSignals, Watchdog
 from spmdkit.foundation.user_code import find
 from spmdkit.program.task import Task
 from spmdkit.run.driver import Driver, TrainJob
-from spmdkit.run.loop import Result, join_cluster
+from spmdkit.run.loop import join_cluster
+from spmdkit.run.result import Result
 
 NEEDED_LATER = (
     "orbax.checkpoint",

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import re
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from spmdkit.errors import ExitCode
-from spmdkit.foundation import files
+from spmdkit.errors import ExitCode, is_runtime
 from spmdkit.foundation.exhausted_memory import is_exhausted
 from spmdkit.foundation.formatting import format_bytes
 
@@ -25,8 +22,6 @@ _CALLBACK = re.compile(
     re.I,
 )
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.*)$', re.M)
-_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
 def describe_external(error: BaseException) -> tuple[int, str] | None:
@@ -121,11 +116,6 @@ def exhausted_memory(error: BaseException) -> str:
     needed = f": {format_bytes(int(size[1]))} more are needed" if size else ""
     first = (text.strip().splitlines() or [""])[0][:300].rstrip(".")
     return f"out of memory{needed} ({type(error).__name__}: {first})."
-
-
-def is_runtime(file: str) -> bool:
-    """Returns whether the file of a frame belongs to Python, an installed package or spmdkit."""
-    return file.startswith((files.PACKAGE, _STDLIB, "<frozen ")) or _INSTALLED.search(file) is not None
 
 
 def _describe_os_error(error: BaseException) -> tuple[int, str] | None:

@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from spmdkit.errors import ExitCode, RendezvousError, SpmdkitError, UserCodeError
-from spmdkit.faults.error_mapping import describe_external, describe_out_of_memory, is_runtime
+from spmdkit.errors import ExitCode, RendezvousError, SpmdkitError, UserCodeError, is_runtime
+from spmdkit.faults.error_mapping import describe_external, describe_out_of_memory
 from spmdkit.faults.signals import SIGNALS, ExitRequested
 from spmdkit.foundation import files, redact
 from spmdkit.foundation.constants import ERROR_FILE, NAMELESS, PROCESS_ID
@@ -166,14 +166,11 @@ def describe(error: BaseException) -> tuple[int, str]:
             f"lost contact with another process: {lost}\nIt ended or became unreachable, so this process cannot "
             "continue; the cause is in the output of that process."
         )
-    if isinstance(error, UserCodeError) and error.__cause__ is not None:
-        if (memory := describe_out_of_memory(error.__cause__)) is not None and not isinstance(
-            error.__cause__, MemoryError
-        ):
-            return memory
-        return error.exit_code, f"{error}\n{_user_traceback(error.__cause__)}".strip()
+    cause = error.__cause__ if isinstance(error, UserCodeError) else None
+    if cause is not None and not isinstance(cause, MemoryError) and (memory := describe_out_of_memory(cause)):
+        return memory
     if isinstance(error, SpmdkitError):
-        return error.exit_code, str(error) or type(error).__name__
+        return error.exit_code, error.details()
     if (foreign := describe_external(error)) is not None:
         return foreign
     whole = "".join(traceback.format_exception(error)).rstrip()
@@ -197,16 +194,6 @@ def lost_peer(error: BaseException) -> str | None:
             return str(link).strip().splitlines()[0]
         link = link.__cause__
     return None
-
-
-def _user_traceback(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if not is_runtime(frame.filename)]
-    lines = traceback.format_list(user_frames or frames[-3:])
-    shown = traceback.TracebackException(type(error), error, None)
-    notes = getattr(error, "__notes__", ())
-    shown.__notes__ = [note for note in notes if "JAX has removed its internal frames" not in note]
-    return "".join([*lines, *shown.format_exception_only()]).rstrip()
 
 
 def _write_record(record: dict[str, Any]) -> None:

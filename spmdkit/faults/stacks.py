@@ -12,7 +12,7 @@ import threading
 import traceback
 from types import FrameType
 
-from spmdkit.faults.error_mapping import is_runtime
+from spmdkit.errors import is_runtime
 
 MAX_FRAMES = 10
 MONITOR_THREADS = tuple(f"spmdkit-{name}" for name in ("watch", "beat", "last", "signals", "stop", "service"))

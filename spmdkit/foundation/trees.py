@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import format_bytes
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -20,6 +21,16 @@ def path_name(path: tuple[Any, ...]) -> str:
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Returns `[(path, leaf), ...]` in flattening order; `None` is not a leaf."""
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def summary(tree: Any, most: int = 3) -> str:
+    """Returns one line about a tree, for a repr: `12 arrays, 1.2 MiB: w float32[4,8], b float32[8], ...`."""
+    named = [(name, leaf) for name, leaf in named_leaves(tree) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    if not named:
+        return type(tree).__name__ if jax.tree.leaves(tree) else "no arrays"
+    first = ", ".join(f"{name} {describe(leaf)}".strip() for name, leaf in named[:most])
+    size = format_bytes(sum(leaf_bytes(leaf) for _, leaf in named))
+    return f"{len(named)} array{'s' * (len(named) > 1)}, {size}: {first}{', ...' * (len(named) > most)}"[:160]
 
 
 def replace_leaves(tree: Any, name: str, leaves: Mapping[str, Any]) -> Any:

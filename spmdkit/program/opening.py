@@ -12,6 +12,7 @@ import jax
 from spmdkit.cluster import Cluster, ClusterSpec, detect_cluster, join
 from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, check_batch, load_config, replace_keys
+from spmdkit.config.task import IN_PYTHON
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import mesh
 from spmdkit.program import auto, memory
@@ -79,7 +80,12 @@ def _check_joined(spec: ClusterSpec, num_joined: int) -> None:
 
 
 def task_of(config: Config) -> Task:
-    """Returns the task of a config with its hooks."""
+    """Returns the task of a config with its hooks. Raises ConfigError if the config names none."""
+    if config.task == IN_PYTHON:
+        raise ConfigError(
+            "the config names no task. In Python a task is passed: sk.train(task=task, ...), sk.build(config, task). "
+            "Pass it, or name it: task: my_task.py:task."
+        )
     target, name = config.task_reference()
     return with_hooks(load_task(target, name, config.folder, config.task_args), config)
 

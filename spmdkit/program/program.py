@@ -28,7 +28,7 @@ from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation import plugins
-from spmdkit.foundation.trees import abstract, check_names, named_leaves, replace_leaves
+from spmdkit.foundation.trees import abstract, check_names, named_leaves, replace_leaves, summary
 from spmdkit.mesh import mesh
 from spmdkit.program import auto, compile_log, compiler, memory, packing_check, padding_check, parameter_groups, phases
 from spmdkit.program import groups as program_groups
@@ -128,6 +128,11 @@ class Program:
         self.notes += check_rows(config, task, self.mesh, self.sizes, feeds)
         self._choose_form()
         self._add_notes()
+
+    def __repr__(self) -> str:
+        on = f"mesh {mesh.describe_mesh(self.sizes)} on {len(self._devices)} x {self._devices[0].platform}"
+        head = f"Program: {on}, {self.form} form\n  params: {summary(self.abstract_state.params)}\n"
+        return f"{head}  .init() .batches() .step(state, batch) .eval(state) .layout .explain()"
 
     # ---- abstract
 

@@ -17,6 +17,7 @@ from spmdkit.data.evaluation_sets import EvaluationSets
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins, user_code
 from spmdkit.foundation.formatting import nearest
+from spmdkit.foundation.trees import summary
 from spmdkit.step.model_state.agreement import KINDS
 from spmdkit.step.user_state import StateView
 
@@ -152,6 +153,15 @@ class Task:
                     f"{', '.join(KINDS)}.{nearest(str(kind), KINDS)} Write for example {{'seen': 'sum'}}."
                 )
 
+    def __repr__(self) -> str:
+        name: Callable[[Any], str] = lambda fn: getattr(fn, "__qualname__", type(fn).__name__)
+        functions = ("init", "loss_fn", "eval_fn", "predict_fn", "train_step")
+        given = [f"{key}={name(getattr(self, key))}" for key in functions if getattr(self, key) is not None]
+        return (
+            f"Task({', '.join(given)}, optimizer={name(self.optimizer)})\n"
+            f"  train_data: {_shown(self.train_data)}\n  eval_data: {_shown(self.eval_data)}"
+        )
+
     def named_data(self) -> dict[str, Any]:
         """Returns the data by name: `train_data`, and `eval_data` or each of several sets."""
         sets = self.eval_data if isinstance(self.eval_data, EvaluationSets) else None
@@ -189,6 +199,14 @@ class Task:
         check_arity("loss_fn", self.loss_fn, ("params", *state, "batch", "key"))
         for name in ("eval_fn", "predict_fn"):
             check_arity(name, getattr(self, name), ("params", *state, "batch"))
+
+
+def _shown(data: Any) -> str:
+    """Returns one line about data, without reading it."""
+    if isinstance(data, Mapping | tuple) or hasattr(data, "dtype"):
+        return summary(data)
+    num = f" of {len(data)} examples" if hasattr(data, "__len__") else ""
+    return "none" if data is None else f"{type(data).__name__}{num}"
 
 
 def set_name(name: str) -> str:

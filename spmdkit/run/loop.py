@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
+import itertools
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ import jax
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster, detect_cluster
 from spmdkit.compat.user_mesh import ignores_user_settings
-from spmdkit.config import Config, load_config
+from spmdkit.config import Config, load_config, replace_keys
 from spmdkit.errors import CheckpointError, Preempted, RendezvousError
 from spmdkit.faults import StopSignals, Watchdog, exit_process, report_and_exit, run_watchdog
 from spmdkit.faults.heartbeat import SERVICE_LOST
 from spmdkit.faults.injection.inject import inject_at_phases
 from spmdkit.foundation import phase
-from spmdkit.foundation.constants import COMPILE_ONLY
+from spmdkit.foundation.constants import COMPILE_ONLY, ERROR_FILE
 from spmdkit.foundation.formatting import visible
 from spmdkit.foundation.run_status import unfinished
 from spmdkit.foundation.trees import tree_bytes
@@ -39,8 +39,9 @@ from spmdkit.program.restore import checkpoints_of, restored
 from spmdkit.program.task import Task
 from spmdkit.run.actions import check_last, evaluate_if_missing, save
 from spmdkit.run.driver import NO_DRIVER, Driver, TrainJob
-from spmdkit.run.hooks.base import Metrics, Stop
+from spmdkit.run.hooks.base import Stop
 from spmdkit.run.recovery import restore, resume_check
+from spmdkit.run.result import Result
 from spmdkit.run.run import Run
 from spmdkit.run.startup import consistency
 from spmdkit.run.startup.health_checks import run_health_check
@@ -48,42 +49,26 @@ from spmdkit.run.trainer import Trainer, trainer_of
 from spmdkit.step.state import TrainState
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The result of `train`.
-
-    Attributes:
-        state: the state after the last step.
-        program: the program that trained it.
-        run: the records of the run, closed.
-        already_finished: the run was finished by an earlier start.
-    """
-
-    state: TrainState
-    program: Program
-    run: Run
-    already_finished: bool = False
-
-    @property
-    def evaluation(self) -> Metrics | None:
-        """The metrics of the last evaluation in this process, or None."""
-        return self.run.last_evaluation
-
-
 @ignores_user_settings
 def train(
-    config: Config | str | Path,
+    config: Config | str | Path | None = None,
     cluster: Cluster | None = None,
     task: Task | None = None,
     allow_change: Sequence[str] = (),
     reset: Sequence[str] = (),
+    **settings: Any,
 ) -> Result:
     """Trains a config to its last step, from the newest checkpoint in its run directory or from the initial state.
 
+    `sk.train(task=task, steps=100, mesh={"data": -1})` needs no file. A config without a file and without `run_dir`
+    trains in a new directory, `Result.run_dir`; to continue, pass it as `run_dir`. A process that a launcher has
+    started, or one of several, trains in `runs/run` instead, so that a restart continues.
+
     Args:
-        config: a `Config`, or the path of its file.
+        config: a `Config`, or the path of its file; None: only `settings`.
         cluster: the joined processes; default: joins the processes of the environment.
         task: replaces the task of the config.
+        settings: keys of the config with their values, which replace those of `config`.
         allow_change: settings that may differ from the checkpoint although they change the result: `seed`, `train_data`
             ...; `checkpoints`: none of the saved steps is left. See run/recovery/resume_check.py.
         reset: parts of the restored state that are initialized again: `opt_state`, `ema`, or patterns of parameters;
@@ -94,17 +79,40 @@ def train(
         Preempted: a signal requested a stop; the state is saved.
         NonFiniteError, CheckpointWriteError, UserCodeError: see `spmdkit.errors`.
     """
-    if not isinstance(config, Config):
-        config = load_config(config)
+    if config is None:
+        config = Config(**settings)
+    else:
+        config = config if isinstance(config, Config) else load_config(config)
+        config = replace_keys(config, settings) if settings else config
     resume_check.check_allowed(allow_change)
     joined = cluster or detect_cluster(os.environ, config.cluster.environment)
     retain_memory = allocator.prepare(config.devices, os.environ, joined.num_processes)
-    with StopSignals() as signals:
+    with StopSignals() as signals, in_new_directory(config) as config:
         job = TrainJob(config, cluster, task, tuple(allow_change), signals, retain_memory, tuple(reset))
         if config.elastic.in_process:
             result: Result = importlib.import_module("spmdkit.elastic.driver").train(job, train_once)
             return result
         return train_once(job, partial(join_cluster, job))
+
+
+@contextmanager
+def in_new_directory(config: Config) -> Iterator[Config]:
+    """Yields the config with a new directory, `runs/run-1`, `runs/run-2` ..., if it has none and is not from a file."""
+    spec = detect_cluster(os.environ, config.cluster.environment)
+    is_restarted = ERROR_FILE in os.environ or spec.num_processes > 1
+    if config.source is not None or config.run_dir is not None or is_restarted:
+        yield config
+        return
+    for number in itertools.count(1):
+        directory = config.folder / "runs" / f"run-{number}"
+        with suppress(FileExistsError):
+            directory.mkdir(parents=True)
+            break
+    try:
+        yield replace_keys(config, {"run_dir": str(directory)})
+    finally:
+        with suppress(OSError):  # it has files unless the task was rejected
+            directory.rmdir()
 
 
 def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver: Driver = NO_DRIVER) -> Result:

@@ -194,7 +194,7 @@ class Run:
             CheckpointError: all checkpoints are damaged or missing, or the newest is of a different model.
         """
         if self.checkpoints is not None or self.config.elastic.in_process:  # snapshots have a record too
-            self._described = resume_check.described(self.config, self.program.task)  # later a thread reads the data
+            self._described = resume_check.described(self.config, self.program)  # later a thread reads the data
         if self.checkpoints is not None:
             bucket.download_skipped(self.config, self.cluster, self.directory)
         restored = self.driver.restore_from_memory(self.cluster, self.program, self.checkpoints)

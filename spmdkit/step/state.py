@@ -16,7 +16,7 @@ import optax
 from spmdkit import compat
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation import user_code
-from spmdkit.foundation.trees import common_dtype, describe, is_key, is_wide_float, named_leaves, path_name
+from spmdkit.foundation.trees import common_dtype, describe, is_key, is_wide_float, named_leaves, path_name, summary
 from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import leaf_roles, lost_updates, rounding, trace_context
 from spmdkit.step import rng as step_rng
@@ -104,6 +104,14 @@ class TrainState:
     reducer: tuple[Any, ...] = ()
     sync: Any = None
     replica_copy: ReplicaCopy | None = None
+
+    def __repr__(self) -> str:
+        step = self.step if isinstance(self.step, jax.core.Tracer) or self.step.is_deleted() else int(self.step)
+        others = {"model_state": self.model_state, "ema": self.ema, "reducer": self.reducer or None, "sync": self.sync}
+        more = "".join(f"; {name}: {summary(tree)}" for name, tree in others.items() if tree is not None)
+        return (
+            f"TrainState: step {step}\n  params: {summary(self.params)}\n  opt_state: {summary(self.opt_state)}{more}"
+        )
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
         """Returns the array fields by name; for `replica_copy` only the originals."""

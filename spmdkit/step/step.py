@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.trees import describe, first_difference, is_key, path_name
+from spmdkit.foundation.trees import describe, first_difference, is_key, path_name, summary
 from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import trace_context
 from spmdkit.step.checks.replica_agreement import require_same
@@ -69,6 +69,10 @@ class Batch:
     examples: Any
     mask: jax.Array | None = None
     limit: jax.Array | None = None
+
+    def __repr__(self) -> str:
+        mask = "every row is an example" if self.mask is None else f"mask {describe(self.mask)}, False on padding"
+        return f"Batch: global arrays in .examples\n  examples: {summary(self.examples)}\n  {mask}"
 
     def limited(self, limit: jax.Array | None) -> Batch:
         """Returns the batch with this limit."""

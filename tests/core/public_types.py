@@ -7,7 +7,7 @@ import jax
 
 import spmdkit as sk
 from spmdkit.run.hooks.base import Action, Metrics, RunView
-from spmdkit.run.loop import Result
+from spmdkit.run.result import Result
 
 
 def own_loop() -> None:

@@ -24,7 +24,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
 from spmdkit.metrics.environment import numeric_variables, package_versions
 from spmdkit.program import source_digest
-from spmdkit.program.task import Task
+from spmdkit.program.program import Program
 from spmdkit.run.recovery import skipped_batches
 
 ANOTHER_RUN = (
@@ -46,14 +46,15 @@ class Change(NamedTuple):
     now: str
 
 
-def described(config: Config, task: Task) -> dict[str, Any]:
+def described(config: Config, program: Program) -> dict[str, Any]:
     """Returns the description of a run for the record of a checkpoint, in addition to its config: digests of source
-    text and data, versions, variables."""
-    samples = config.data.check != "off"
-    data = {name: _data(given, name, config.data.retries, samples) for name, given in task.named_data().items()}
+    text and data, versions, variables. A task without a file (of a notebook) is described by the text of its step."""
+    samples, given = config.data.check != "off", program.task.named_data()
+    data = {name: _data(each, name, config.data.retries, samples) for name, each in given.items()}
+    text = source_digest.digests(config) or {"the step of the task": source_digest.digest(program.lowered.as_text())}
     package = source_digest.digest(json.dumps(source_digest.package_digests()))
     return {
-        "text": source_digest.digests(config) | {"spmdkit's own files": package},
+        "text": text | {"spmdkit's own files": package},
         "data": data,
         "versions": {"python": platform.python_version()} | package_versions(),
         "variables": numeric_variables(os.environ),
