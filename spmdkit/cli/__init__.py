@@ -369,6 +369,26 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's 
     echo(write_report(run_dir))
 
 
+@app.command(epilog="Example: spmdkit watch runs/first")
+def watch(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    every: Annotated[float, typer.Option(help="Seconds between two looks at the files.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
+) -> None:
+    """Show a run in the terminal until it ends. Only reads files."""
+    from spmdkit.tools.watch import watch as run
+
+    run(run_dir, every, once)
+
+
+@app.command(epilog="Example: spmdkit new digits")
+def new(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new folder.")]) -> None:
+    """Write a task, a config and a test into a new folder."""
+    from spmdkit.tools.new import write_project
+
+    echo(write_project(name))
+
+
 @app.command(epilog="Example: spmdkit migrate ds_config.json --devices 8 > config.yaml")
 def migrate(
     file: Annotated[
