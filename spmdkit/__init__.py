@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from spmdkit.step.state import TrainState as TrainState, Variables as Variables
     from spmdkit.step.user_state import StateView as StateView
     from spmdkit.step.step import Batch as Batch
+    from spmdkit.tools.sweep import sweep as sweep
     from spmdkit.step.trace_context import shard as shard, sharded_arange as sharded_arange
 
 _NAMES = {
@@ -132,6 +133,7 @@ _NAMES = {
     "step.user_state": "StateView",
     "step.step": "Batch",
     "step.trace_context": "sharded_arange shard",
+    "tools.sweep": "sweep",
     "verify.external_step": "verify_step",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

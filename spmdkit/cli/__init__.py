@@ -381,6 +381,24 @@ def watch(
     run(run_dir, every, once)
 
 
+@app.command(epilog="Example: spmdkit sweep configs/linear_regression.yaml learning_rate=0.05,0.1 steps=50")
+def sweep(
+    config: ConfigPath,
+    values: Annotated[list[str], typer.Argument(metavar="KEY=VALUES...", help="Values of a key, by commas.")],
+    max_parallel: Annotated[int, typer.Option(help="Processes at a time.")] = 1,
+    json_: AsJson = False,
+) -> None:
+    """Train every combination of some values, a process for each run. The same command continues a sweep."""
+    from spmdkit.tools.sweep import print_table, run_sweep
+
+    rows = run_sweep(config, values, max_parallel)
+    if json_:
+        print_json({"runs": rows})
+    else:
+        print_table(rows)
+    raise SystemExit(next((row["exit_code"] for row in rows if row["exit_code"]), 0))
+
+
 @app.command(epilog="Example: spmdkit new digits")
 def new(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new folder.")]) -> None:
     """Write a task, a config and a test into a new folder."""
