@@ -28,6 +28,7 @@ from spmdkit.config.problems import Location
 from spmdkit.config.source import parse
 from spmdkit.config.task import IN_PYTHON
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.constants import MEASURED
 from spmdkit.foundation.files import write_json, write_text
 from spmdkit.foundation.formatting import format_value, new_table
 from spmdkit.metrics import read_lines
@@ -160,7 +161,8 @@ def _row(run: SweepRun, exit_code: int) -> Row:
     trained: Row = next((line for line in reversed(lines) if "split" not in line), {})
     evaluated: Row = next((line for line in reversed(lines) if line.get("split") == "eval"), {})
     last = {f"eval/{name}": x for name, x in evaluated.items() if name not in ("split", "step")}
-    return {**run.settings, "run_dir": str(run.directory), "exit_code": exit_code, **trained, **last}
+    metrics = {name: x for name, x in (trained | last).items() if name not in run.settings}
+    return {**run.settings, "run_dir": str(run.directory), "exit_code": exit_code, **metrics}
 
 
 def print_table(rows: Sequence[Row]) -> None:
@@ -177,7 +179,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 def _shown_columns(rows: Sequence[Row]) -> list[str]:
     every = list(dict.fromkeys(key for row in rows for key in row))
-    hidden = ("step_time_s", "input_wait_s", "examples_per_s", "epoch")
+    hidden = (*MEASURED, "epoch", "gradient_norm")
     return [key for key in every if key not in hidden and not all(isinstance(r.get(key), dict | list) for r in rows)]
 
 
