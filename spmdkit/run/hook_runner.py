@@ -4,6 +4,7 @@ all processes agree at one step."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
@@ -13,6 +14,9 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation import phase, plugins, user_code
 from spmdkit.run.hooks.base import Action, Decision, Hook, ReplaceState, RunView, Stop, decide, from_json, to_json
 
+SLOW_SECONDS, SLOW_SHARE = 1.0, 0.2
+"""A hook is reported if it takes at least this time, and this share of the time since the start."""
+
 
 class HookRunner:
     """The hooks of a run. `decision` returns the actions that they requested by the end of a step, `more` the ones that
@@ -20,14 +24,24 @@ class HookRunner:
 
     Args:
         lag: maximum number of steps in flight.
+        clock: monotonic seconds, for the time of hooks.
 
     Attributes:
         generation: the number of rollbacks; part of the name of an agreement, because steps repeat.
         on_main_only: the user-defined hook in which only process 0 is, of several processes; otherwise None.
     """
 
-    def __init__(self, hooks: Sequence[Hook], cluster: Cluster, last_step: int, lag: int):
+    def __init__(
+        self,
+        hooks: Sequence[Hook],
+        cluster: Cluster,
+        last_step: int,
+        lag: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._hooks, self._cluster, self._last, self._lag = list(hooks), cluster, last_step, lag
+        self._clock, self._since, self._seconds = clock, clock(), dict[str, float]()
+        self._is_slow: set[str] = set()
         self._ours = frozenset(plugins.names("default_hooks"))
         self._now: list[Action] = []  # performed after this step
         self._pending: list[Action] = []  # require an agreement
@@ -84,8 +98,11 @@ class HookRunner:
             if hook.name in self._ours:
                 return call(*args)
             self.on_main_only = hook.name if hook.on == "main" and self._cluster.num_processes > 1 else None
+            begun = self._clock()
             with phase.in_hook(hook.name):
-                return call(*args)
+                action = call(*args)
+            self._seconds[hook.name] = self._seconds.get(hook.name, 0.0) + self._clock() - begun
+            return action
         except (Exception, SystemExit, GeneratorExit) as error:
             if "non-addressable" in str(error):
                 error.add_note("run.gather(tree) returns host arrays on every process. Call it on all processes.")
@@ -94,6 +111,21 @@ class HookRunner:
             raise
         finally:
             self.on_main_only = None
+
+    def slow_hooks(self) -> list[str]:
+        """Returns a line for each user-defined hook that takes a large share of the time, once per hook."""
+        elapsed_s = self._clock() - self._since
+        slow = {
+            name: seconds
+            for name, seconds in self._seconds.items()
+            if seconds >= max(SLOW_SECONDS, SLOW_SHARE * elapsed_s) and name not in self._is_slow
+        }
+        self._is_slow |= slow.keys()
+        return [
+            f"hook '{name}' takes {seconds / elapsed_s:.0%} of the time, {seconds:.1f} s up to here, including its "
+            "waits for the devices"
+            for name, seconds in slow.items()
+        ]
 
     def _requested_by_all(self, hook: Hook, action: ReplaceState) -> ReplaceState:
         """Returns the action once every process has requested it: a state is never sent to other processes."""

@@ -1,6 +1,7 @@
 """What hooks ask for is done by all processes at one step, whoever asks. Processes are threads over one store."""
 
 import threading
+import types
 
 import pytest
 
@@ -121,3 +122,20 @@ def test_repeated_steps_are_agreed_on_again():
     found = processes(lambda process: [asks(3, sk.Rollback(), process=1)(process)], body)
     assert found == [found[0]] * NUM
     assert [generation for generation, _ in found[0]] == [0, 1, 2]
+
+
+def test_slow_hooks_are_reported_once():
+    now = [0.0]
+
+    def slow(run, step, *_):
+        now[0] += 0.75 if step < 4 else 0.0
+
+    hooks = [sk.Hook("samples", after_step=slow), sk.Hook("quick", after_step=lambda *_: None)]
+    runner = HookRunner(hooks, types.SimpleNamespace(num_processes=1, is_main=True), STEPS, lag=2, clock=lambda: now[0])
+    lines = []
+    for step in range(1, 5):
+        now[0] += 0.25
+        runner.after_step(None, step, None, None)
+        lines.append(runner.slow_hooks())
+    reported = "hook 'samples' takes 75% of the time, 1.5 s up to here, including its waits for the devices"
+    assert lines == [[], [reported], [], []]

@@ -106,6 +106,13 @@ def matrix_loss(params, batch, key):
     return sk.mean(((batch @ params["w"] - 1) ** 2).sum(-1))
 
 
+def test_columns_of_the_config_set_the_width(tmp_path, capfd):
+    logged(tmp_path, optax.sgd(0.1), log={"every_steps": 1, "columns": 60})
+    lines = capfd.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("step 6/6"))
+    assert max(map(len, lines[start : start + 3])) <= 60 and "goodput" in "".join(lines[start : start + 3])
+
+
 def test_goodput_is_the_share_of_steps_that_count():
     now = [100.0]
     goodput = Goodput(lambda: now[0])

@@ -226,3 +226,19 @@ def test_gradient_norm_of_a_per_replica_step():
     expected = norm_of_rows(jax.device_get(state.params), batch_of(1))
     program.step(state, batch_of(1))
     np.testing.assert_allclose(program.gradient_norm(), expected, rtol=1e-5)
+
+
+def test_gradient_norm_leaves_out_overwritten_leaves():
+    @jax.custom_vjp
+    def scaled(x, history):
+        return x
+
+    scaled.defvjp(lambda x, history: (x, None), lambda _, g: (g, jnp.float32(1000)))
+    loss = lambda params, batch, key: sk.mean(scaled(batch["x"] @ params["w"], params["history"]).sum(-1))
+    init = lambda key: {"w": jnp.ones((16, 8)), "history": jnp.float32(1)}
+    data = regression_data(64, 0)
+    task = sk.Task(init, loss, optax.sgd(0.1), train_data=data, overwritten=["history"])
+    program = program_of(task, mesh={"data": 2}, batch_size=BATCH)
+    program.step(program.init(), batch_of(1))
+    expected = np.sqrt(8) * np.linalg.norm(batch_of(1)["x"].mean(0))
+    np.testing.assert_allclose(program.gradient_norm(), expected, rtol=1e-5)

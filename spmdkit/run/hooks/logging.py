@@ -42,6 +42,8 @@ def make(config: Any) -> Hook:
             mfu = _mfu(run, speed)
             more |= {**speed, "mfu": mfu, "peak_memory_bytes": peak_memory(run.cluster.devices), "goodput": share}
         run.record_metrics(step, numbers, {name: x for name, x in more.items() if x is not None})
+        for line in run.hook_runner.slow_hooks():
+            run.message(line)
 
     state = lambda: dict(goodput.state)
     return Hook("logging", order=40, after_step=after_step, state=state, restore=goodput.restore)  # type: ignore[arg-type]  # it gets a Run
