@@ -13,6 +13,7 @@ import yaml
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import MEASURED
+from spmdkit.foundation.files import read_regular
 from spmdkit.foundation.formatting import format_duration, format_rate, format_value, visible
 from spmdkit.foundation.run_status import ENDS, LAST_STEP, last_step, newest_saved, unfinished
 from spmdkit.metrics import read_lines
@@ -96,7 +97,7 @@ def _position(run_dir: Path, step: int, train: Sequence[Record]) -> str:
 
 def _steps(run_dir: Path) -> int | None:
     try:
-        steps = yaml.safe_load((run_dir / "config.yaml").read_text()).get("steps")
+        steps = yaml.safe_load(read_regular(run_dir / "config.yaml")).get("steps")
     except (OSError, AttributeError, yaml.YAMLError):
         return None
     return steps if isinstance(steps, int) else None
