@@ -44,7 +44,7 @@ def work(choice: str, num_devices: int) -> None:
     """Builds the step, then answers each line of standard input by one turn of what it names."""
     from spmdkit.program import allocator
 
-    retains_memory = allocator.prepare(f"cpu:{num_devices}", {**os.environ, allocator.SWITCH: choice})
+    retains_memory = allocator.limit_arenas(f"cpu:{num_devices}", {**os.environ, allocator.SWITCH: choice})
 
     import jax
 

@@ -63,7 +63,7 @@ def names() -> None:
     allocator as `train` sets it."""
     from spmdkit.program import allocator
 
-    allocator.prepare("cpu:1", {})
+    allocator.limit_arenas("cpu:1", {})
     allocator.disable_trimming()
     held = [sys.intern(f"held {i}") for i in range(50_000)]
     before = resident_kib()

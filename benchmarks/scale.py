@@ -58,8 +58,9 @@ def plan(strategy: str, devices: int, target: str) -> dict[str, Any]:
     except ValueError:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return row | {"note": lines[-1][:120]}
-    megabytes = (found.get("collective_bytes") or 0) / 1e6
-    return row | {"MB sent per chip and step": megabytes, "step, ms": 1e3 * found["predicted_step_s"]}
+    agreement_s = sum(each["seconds"] / each["every"] for each in found["collectives"] if each.get("every", 1) > 1)
+    step_s = found["predicted_step_s"] + agreement_s
+    return row | {"MB sent per chip and step": found["wire"]["on_average"] / 1e6, "step, ms": 1e3 * step_s}
 
 
 def _processor_s() -> float:

@@ -112,7 +112,7 @@ def main() -> None:
     """Serves the loop of the toolkit: logging, hooks, agreement, prefetch and checks."""
     model, num, is_gpu_mode = (MODELS | GPU_MODELS)[sys.argv[1]], int(sys.argv[2]), sys.argv[3:] == ["gpu"]
     devices = [0] if is_gpu_mode else f"cpu:{num}"
-    retains = not is_gpu_mode and allocator.prepare(devices, os.environ)
+    retains = not is_gpu_mode and allocator.limit_arenas(devices, os.environ)
     with ExitStack() as stack:
         config = sk.Config(
             task="spmdkit_worker.py:task",

@@ -1,12 +1,12 @@
 """Settings of the C library's allocator for runs on CPU devices: each step reuses the memory block of the previous
 step's temporaries.
 
-XLA:CPU allocates all temporaries of a step as one block and frees it at the end. glibc maps a block above 32 MiB again
-each time: 65,000 page faults per step for 260 MiB, a third of the step time (docs/benchmarks.md). No mapping and no
-trimming keep the block in the heap. They are set after the step is compiled; otherwise the compiler's memory would stay
-allocated too. A heap of a thread holds at most 64 MiB, so with one device all threads share one arena; this is set
-before a run joins, since later threads would have their own. With several devices in a process, one arena costs more
-than it saves: the threads of all devices wait for it.
+XLA:CPU allocates the temporaries of a step in blocks (at most 32 MiB each, see compiler.py) and frees them at the end.
+glibc maps blocks of this size again each time, or returns them: 65,000 page faults per step for 260 MiB, a third of the
+step time (docs/benchmarks.md). Four `mallopt` settings keep the blocks in the heap. No mapping, no trimming and the
+padding, which keeps the heaps of threads, are set after the step is compiled; otherwise the compiler's memory would
+stay allocated too. Each arena can retain the blocks of a step, so there are at most four; this is set before a run
+joins, since later threads would have their own. With a single arena the threads wait for each other.
 
 Only `train` and `bench communication` apply them, for the lifetime of the process. SPMDKIT_ALLOCATOR=system disables
 them, and so does any allocator setting of the C library in the environment.
@@ -26,28 +26,28 @@ from spmdkit.foundation.formatting import nearest
 SWITCH = "SPMDKIT_ALLOCATOR"
 CHOICES = ("keep", "system")
 
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # malloc.h
+ARENAS = 4
+HEAP_BYTES = 64 << 20
+"""The size of a heap of a thread (HEAP_MAX_SIZE in glibc's malloc/arena.c). A larger block is mapped."""
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8  # malloc.h
 _ACCELERATORS = ("nvidia0", "kfd", "accel0", "vfio/0")
 """Device files of GPUs and TPUs, under /dev."""
 
 
-def prepare(devices: str | Sequence[int], environ: Mapping[str, str], num_processes: int = 1) -> bool:
-    """Returns whether to call `disable_trimming` after the step is compiled: whether the config's `devices` are CPU
-    devices. If each process has one of them, makes all later threads share one arena.
+def limit_arenas(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
+    """Limits the arenas of later threads if the config's `devices` are CPU devices; returns whether it did.
 
     Raises:
         ConfigError: SPMDKIT_ALLOCATOR has an unknown value.
     """
-    if not (_requested(environ) and _on_cpu(devices, environ) and glibc() is not None):
-        return False
-    count = fake_devices(devices) if isinstance(devices, str) else len(devices)
-    return (count or 1) > num_processes or _set(_ARENA_MAX, 1)
+    return _requested(environ) and _on_cpu(devices, environ) and glibc() is not None and _set(_ARENA_MAX, ARENAS)
 
 
 def disable_trimming() -> bool:
-    """Trims the heap now and disables trimming; returns whether the allocator accepted it. Call `prepare`
+    """Trims the heaps now and disables trimming; returns whether the allocator accepted it. Call `limit_arenas`
     first."""
-    accepted = _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, -1)
+    accepted = _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, -1) and _set(_TOP_PAD, HEAP_BYTES)
     ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
     return accepted
 

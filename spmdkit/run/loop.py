@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from spmdkit.checkpoint import Checkpoints
-from spmdkit.cluster import Cluster, detect_cluster
+from spmdkit.cluster import Cluster
 from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, load_config, replace_keys
 from spmdkit.errors import CheckpointError, Preempted, RendezvousError
@@ -85,8 +85,7 @@ def train(
         config = config if isinstance(config, Config) else load_config(config)
         config = replace_keys(config, settings) if settings else config
     resume_check.check_allowed(allow_change)
-    joined = cluster or detect_cluster(os.environ, config.cluster.environment)
-    retain_memory = allocator.prepare(config.devices, os.environ, joined.num_processes)
+    retain_memory = allocator.limit_arenas(config.devices, os.environ)
     with StopSignals() as signals, in_new_directory(config) as config:
         job = TrainJob(config, cluster, task, tuple(allow_change), signals, retain_memory, tuple(reset))
         if config.elastic.in_process:

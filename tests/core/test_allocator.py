@@ -36,17 +36,10 @@ def calls(monkeypatch):
         ("cpu:1", {"MALLOC_ARENA_MAX": "4", "SPMDKIT_ALLOCATOR": "keep"}, True),
     ],
 )
-def test_one_arena_is_for_cpu_devices(calls, devices, environ, is_set):
-    assert allocator.prepare(devices, environ) == is_set
+def test_arenas_are_limited_for_cpu_devices(calls, devices, environ, is_set):
+    assert allocator.limit_arenas(devices, environ) == is_set
     assert bool(calls) == is_set
     assert ("unchanged" in allocator.describe(environ)) == ("cpu" in devices and not is_set)
-
-
-@needs_glibc
-@pytest.mark.parametrize("num_processes", [1, 2, 4])
-def test_threads_share_an_arena_if_a_process_has_one_device(calls, num_processes):
-    assert allocator.prepare("cpu:4", {}, num_processes)
-    assert calls == ([ONE_ARENA] if num_processes == 4 else [])
 
 
 def test_another_c_library_is_unchanged(calls, monkeypatch):
@@ -54,18 +47,18 @@ def test_another_c_library_is_unchanged(calls, monkeypatch):
         raise ValueError("unrecognized configuration name")  # as on musl
 
     monkeypatch.setattr(os, "confstr", none)
-    assert not allocator.prepare("cpu:8", {}) and not calls
+    assert not allocator.limit_arenas("cpu:8", {}) and not calls
     assert allocator.describe({}) == "not glibc: unchanged"
 
 
 def test_an_unknown_choice_names_those_that_there_are():
     with raises("SPMDKIT_ALLOCATOR", found="'sytem'", rule="one of keep, system", repair="'system'?"):
-        allocator.prepare("cpu:8", {"SPMDKIT_ALLOCATOR": "sytem"})
+        allocator.limit_arenas("cpu:8", {"SPMDKIT_ALLOCATOR": "sytem"})
     with raises("SPMDKIT_ALLOCATOR", found="'sytem'", repair="'system'?"):
         allocator.describe({"SPMDKIT_ALLOCATOR": "sytem"})
 
 
-ONE_ARENA, NO_MAPPING, NO_GIVING_BACK = (-8, 1), (-4, 0), (-1, -1)
+SETTINGS = [(-8, 4), (-4, 0), (-1, -1), (-2, 64 << 20)]
 
 
 @needs_glibc
@@ -78,11 +71,11 @@ def test_commands_that_train_set_the_allocator(command, choice, calls, tmp_path,
     folder = Folder(tmp_path, monkeypatch, capfd)
     folder.write(config={"devices": "cpu:8", "checkpoint": "null"})
     assert folder.leaves(*command) == 0, capfd.readouterr().err
-    assert calls == ([NO_MAPPING, NO_GIVING_BACK] if choice == "keep" else [])
+    assert calls == (SETTINGS if choice == "keep" else [])
     if command[0] == "train":
         assert folder.leaves("doctor") == 0
         shown = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("allocator"))
-        assert "reuses a step's memory" in shown and len(calls) == 2, "doctor sets nothing"
+        assert "reuses a step's memory" in shown and calls == SETTINGS, "doctor sets nothing"
 
 
 RUN = """

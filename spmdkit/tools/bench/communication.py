@@ -56,7 +56,7 @@ def run_communication(config: Config, cluster: Cluster, options: ComparisonOptio
 
     Args:
         retain_memory: the memory of a step is reused by the next, as in `train`; only after
-        `allocator.prepare`.
+        `allocator.limit_arenas`.
 
     Raises:
         SpmdkitError: `sum` cannot be trained, or the options are invalid.

@@ -58,7 +58,7 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     try:
         config = load_config(Path(request["config"]))
-        retain_memory = allocator.prepare(config.devices, os.environ)
+        retain_memory = allocator.limit_arenas(config.devices, os.environ)
         cluster = join(detect_cluster({}), config.devices)
         with enable_cache(config.compile_cache, config.folder):
             if "settings" in request:
