@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from spmdkit.checkpoint import Checkpoints
-from spmdkit.cluster import Cluster
+from spmdkit.cluster import Cluster, detect_cluster
 from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, load_config, replace_keys
 from spmdkit.errors import CheckpointError, Preempted, RendezvousError
