@@ -14,6 +14,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.errors import ConfigError, Preempted
 from spmdkit.foundation import plugins
+from spmdkit.program.learning_rate import UpdateScale
 from spmdkit.run.hooks.base import Hook, Stop
 from tests.support import small_runs
 
@@ -106,6 +107,19 @@ def test_plateau_of_evaluations_takes_effect_before_the_next_step(tmp_path):
     assert rates(tmp_path / "restarted") == rates(tmp_path)
     losses = [[r["loss"] for r in small_runs.lines(f, "metrics.jsonl")] for f in (tmp_path, tmp_path / "restarted")]
     assert losses[0] == losses[1]
+
+
+def test_a_rollback_sets_the_factor_again():
+    """A checkpoint of the step between the evaluation and the next step has the old factor in its arrays."""
+    hook = importlib.import_module("spmdkit.run.common_hooks.reduce_on_plateau").make(factor=0.5, patience=1)
+    run = types.SimpleNamespace(message=lambda _: None)
+    state = types.SimpleNamespace(opt_state=UpdateScale(jnp.float32(1)), replace=lambda opt_state: opt_state)
+    for step in (1, 2):
+        hook.after_eval(run, step, {"loss": 1.0})
+    saved = hook.state()
+    assert float(hook.before_step(run, 3, state).state.scale) == 0.5 and hook.before_step(run, 4, state) is None
+    hook.restore(saved)
+    assert float(hook.before_step(run, 3, state).state.scale) == 0.5
 
 
 def test_the_factor_scales_the_update(tmp_path):
