@@ -45,6 +45,7 @@ from spmdkit.run.result import Result
 from spmdkit.run.run import Run
 from spmdkit.run.startup import consistency
 from spmdkit.run.startup.health_checks import run_health_check
+from spmdkit.run.startup.staleness import staleness_notes
 from spmdkit.run.trainer import Trainer, trainer_of
 from spmdkit.step.state import TrainState
 
@@ -212,7 +213,8 @@ def log_run_start(run: Run, state: TrainState) -> None:
         f"{run.cluster.num_processes} process{'es' * (run.cluster.num_processes > 1)}"
     )
     progress.message(f"run directory {run.directory}")
-    for note in (*run.cluster.notes, *program.notes, *run.driver.notes):
+    stale = staleness_notes(config, program.abstract_state.opt_state)
+    for note in (*run.cluster.notes, *program.notes, *stale, *run.driver.notes):
         progress.message(f"note: {note}")
     progress.start()
 
