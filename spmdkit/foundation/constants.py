@@ -93,6 +93,9 @@ GPU_COMPILER = "SPMDKIT_GPU_COMPILER"
 DRILL_FILE = "SPMDKIT_DRILL_FILE"
 """The file in which a drill requests a fault of one process, and the process reports its injection."""
 
+PLAN_THREAD = "spmdkit plan"
+"""The name of the thread that writes the plan of a run."""
+
 NAMELESS = "/dev/fd/"
 """Prefix of the path of an inherited file descriptor for a file without a name on disk."""
 

@@ -21,6 +21,7 @@ from spmdkit.cluster import Cluster
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.faults.error_mapping import exhausted_memory
+from spmdkit.foundation.constants import PLAN_THREAD
 from spmdkit.foundation.files import write_json
 from spmdkit.foundation.formatting import format_bytes, shown_source
 from spmdkit.foundation.timeouts import PLAN_CLOSE_S
@@ -198,7 +199,7 @@ def start_plan_thread(
         finally:
             sys.setswitchinterval(before)
 
-    thread = threading.Thread(target=write, name="spmdkit plan", daemon=True)
+    thread = threading.Thread(target=write, name=PLAN_THREAD, daemon=True)
     thread.start()
     return lambda: thread.join(PLAN_CLOSE_S)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -74,7 +77,10 @@ def test_run_leaves_every_documented_file(tmp_path):
         assert (run / name).stat().st_size > 0, name
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["10", "20"]
     assert any((run / "tensorboard").iterdir())
-    assert list((run / "profile").rglob("*.xplane.pb"))
+    (trace,) = (run / "profile").rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert [e["args"]["step_num"] for e in events if e.get("name") == "train"] == ["8", "9"]
+    assert not any("spmdkit/plan/" in str(e.get("name")) or "liveness.py" in str(e.get("name")) for e in events)
     names = [e["event"] for e in lines(tmp_path, "events.jsonl")]
     assert names == ["started", "running", "compiled", "saved", "saved", "compiled", "stopped"]
     metrics = lines(tmp_path, "metrics.jsonl")

@@ -1,11 +1,15 @@
-"""Records a profiler trace of the steps in `profile`."""
+"""Records a profiler trace of the steps in `profile`. Each step is marked (`StepTraceAnnotation`), so that xprof shows
+step times."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import jax
 
+from spmdkit.foundation.constants import PLAN_THREAD
+from spmdkit.foundation.timeouts import PLAN_CLOSE_S
 from spmdkit.run.hooks.base import Hook, RunView
 
 
@@ -15,10 +19,19 @@ def make(config: Any) -> Hook | None:
     if options is None:
         return None
     until: list[int] = []  # the last step of the active trace
+    marks: list[jax.profiler.StepTraceAnnotation] = []
+
+    def before_step(run: RunView, step: int, state: Any) -> None:
+        if until:
+            marks.append(jax.profiler.StepTraceAnnotation("train", step_num=step))
+            marks[-1].__enter__()
 
     def after_step(run: RunView, step: int, state: Any, metrics: Any) -> None:
+        while marks:
+            marks.pop().__exit__(None, None, None)
         if step == options.start - 1 or (options.start == 1 and step == 1):
             jax.block_until_ready(metrics)
+            _wait_for_plan()
             jax.profiler.start_trace(str(run.directory / "profile"))
             until.append(max(step, options.start - 1) + options.steps)
         elif until and step == until[0]:
@@ -31,4 +44,11 @@ def make(config: Any) -> Hook | None:
             until.clear()
             jax.profiler.stop_trace()
 
-    return Hook("profile", order=35, after_step=after_step, end=stop)
+    return Hook("profile", order=35, before_step=before_step, after_step=after_step, end=stop)
+
+
+def _wait_for_plan() -> None:
+    """Waits until the plan of the run is written, so that its thread is not in the trace."""
+    for thread in threading.enumerate():
+        if thread.name == PLAN_THREAD:
+            thread.join(PLAN_CLOSE_S)
