@@ -1,5 +1,5 @@
 # make demo | test | quick | extras | slurm | mpirun | ray | network | engines | thorough | verify | tpu | reference |
-# plan-published | bench-maxtext | bench-peers | gpu | lint | fuzz | soak | bench | bench-scale | versions-matrix | constraints.
+# plan-published | bench-maxtext | bench-peers | gpu | lint | fuzz | soak | chaos | bench | bench-scale | versions-matrix | constraints.
 # Targets run in .venv, which is created from constraints.txt on first use. Targets that need a package of more than 100
 # MB (the TPU compiler) run in .venv-extras.
 
@@ -17,7 +17,7 @@ BOUND := timeout -s KILL
 # Bytecode halves the time of importing the sources and the tests, in each worker and each process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference plan-published bench-maxtext bench-peers gpu lint types fuzz soak bench bench-scale constraints versions versions-matrix browser clean
+.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference plan-published bench-maxtext bench-peers gpu lint types fuzz soak chaos bench bench-scale constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -126,6 +126,12 @@ fuzz: $(VENV)/.test
 # `make soak KILLS=20 SEED=7 PROCESSES=1`. Figures: docs/reliability.md.
 soak: $(VENV)/.test
 	KILLS=$(or $(KILLS),100) SEED=$(or $(SEED),1) PROCESSES=$(or $(PROCESSES),4) $(BOUND) 5400 $(BIN)/python -m pytest -m slow -s -o faulthandler_timeout=5000 tests/tools/drill/test_kills.py
+
+# Every kind of fault in every phase with 1, 2 and 4 processes, 310 runs (docs/chaos.md). Takes hours; an interrupted
+# command continues with the next cell. Network faults need root and /dev/net/tun. `make chaos CELLS="kill@*/2"`.
+chaos: $(VENV)/.test
+	$(BOUND) 36000 $(BIN)/python -m spmdkit drill benchmarks/chaos/run.yaml --matrix $(CELLS:%=--cells '%'); test $$? -le 1
+	$(BIN)/python benchmarks/chaos/page.py build/chaos_drill/matrix/matrix.json
 
 # Short forms of the benchmarks (benchmarks/README.md), with dated results in benchmarks/results/ and in the tables of
 # docs/benchmarks.md. `make bench-scale` needs the TPU compiler.

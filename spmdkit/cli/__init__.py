@@ -351,14 +351,25 @@ def drill(
     devices_per_process: Annotated[int | None, typer.Option(help="Devices of each process.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of random choices.")] = 0,
     count: Annotated[int, typer.Option(help="Number of injections of each fault.")] = 1,
+    matrix: Annotated[
+        bool,
+        typer.Option(
+            "--matrix", help="Every kind of fault in every phase, with 1, 2 and 4 processes; continues a stopped one."
+        ),
+    ] = False,
+    cells: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Cells of --matrix, for example 'kill@*/2'.")
+    ] = None,
     json_: AsJson = False,
 ) -> None:
     """Inject faults into a job on this machine, and measure detection, recovery and repeated work. Exit code 0 or 1."""
-    from spmdkit.tools.drill.command import DrillRequest, run_drill
+    from spmdkit.tools.drill.command import run_drill
+    from spmdkit.tools.drill.job import DrillRequest
+    from spmdkit.tools.drill.matrix import run_matrix
 
     faults = [*(fault or []), *(f"kill:{text}" for text in kill or [])]
     requested = DrillRequest(config, overrides or [], faults, num, devices_per_process, seed, count, json_)
-    raise SystemExit(run_drill(requested))
+    raise SystemExit(run_matrix(requested, cells or ()) if matrix else run_drill(requested))
 
 
 @app.command(epilog="Example: spmdkit report runs/first")

@@ -14,6 +14,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any
 
+from spmdkit.foundation import phase
 from spmdkit.foundation.deadline import Deadline
 
 OPEN, LATE, GIVEN_UP = "open", "late", "given up: "
@@ -70,8 +71,11 @@ class Client:
         num = self._num if process_ids is None else len(process_ids)
         if self._client.key_value_increment(f"{folder}/arrived", 1) >= num:
             self._decide(folder, OPEN)
-        elif self._decided(folder, timeout_in_ms) is None:
-            self._decide(folder, LATE)
+        else:
+            with phase.waiting(barrier_id):  # also in orbax: the process that others wait for is at fault
+                opened = self._decided(folder, timeout_in_ms)
+            if opened is None:
+                self._decide(folder, LATE)
         how = self._decided(folder, timeout_in_ms)
         if how is not None and how.startswith(GIVEN_UP):
             raise RuntimeError(f"ABORTED: {how.removeprefix(GIVEN_UP)}")

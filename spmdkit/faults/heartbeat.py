@@ -52,6 +52,7 @@ class Beat:
     hook: str = ""  # the user-defined hook, with the line, in which it is
     hooks_passed: int = 0
     callback: str = ""  # the line of user code in which a callback of the step is
+    passed_s: float = 0.0  # seconds since `hooks_passed` changed
     requested: str = ""  # the action that `hook` requested of all processes, until they perform it
 
     @property
@@ -155,16 +156,18 @@ class OneSidedHooks:
     def update(self, now: float, beats: Mapping[int, Beat]) -> tuple[int, ...]:
         """Returns the processes to blame at `now`, none while all processes are in the same hook."""
         ahead = max(beat.hooks_passed for beat in beats.values())
+        left = now - max(beat.passed_s for beat in beats.values() if beat.hooks_passed == ahead)
         behind = {p: b.hooks_passed for p, b in beats.items() if b.hook and b.hooks_passed < ahead}
         since = self._since
-        self._since = {p: since[p] if p in since and since[p][0] == n else (n, now) for p, n in behind.items()}
+        begun = {p: (n, max(left, now - beats[p].phase_s)) for p, n in behind.items()}
+        self._since = {p: since[p] if p in since and since[p][0] == each[0] else each for p, each in begun.items()}
         return tuple(sorted(p for p, (_, begun) in self._since.items() if now - begun > self._limit_s))
 
 
 def find_silent(now: float, seen: Mapping[int, float], others: Iterable[int], limit_s: float) -> list[int]:
-    """Returns the processes without a new heartbeat for `limit_s`, or without any in twice that time; `seen`: the time
-    of each process's last new heartbeat."""
-    never = [p for p in others if p not in seen and now > 2 * limit_s]
+    """Returns the processes without a new heartbeat for `limit_s`; `seen`: the time of each process's last new
+    heartbeat. All processes have joined when the clock starts."""
+    never = [p for p in others if p not in seen and now > limit_s]
     return sorted(never + [p for p, when in seen.items() if now - when > limit_s])
 
 

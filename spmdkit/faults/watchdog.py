@@ -110,6 +110,7 @@ class Watchdog:
         self._main = threading.get_ident()
         self._place = phase.current_phase()
         self._since = 0.0
+        self._passed = 0, 0.0  # hooks passed, and when that changed
         # Values that one thread writes and the other reads are replaced, never mutated.
         self._seen: Mapping[int, tuple[float, Beat]] = {}  # by running time
         self._alarm: dict[str, Any] | None = None
@@ -117,6 +118,7 @@ class Watchdog:
         self._exchange_since: float | None = None
         self._service_is_lost = False
         self._number, self._sent_at = 0, -self._beat_s  # number and send time of the last heartbeat
+        self._sent_overdue = False  # whether the last heartbeat was past the limit of its phase
         self._stamps: dict[int, str] = {}
         self._stragglers, self._one_sided_hooks = Stragglers(), OneSidedHooks(hook_timeout_s)
         self._last_beat, self._mistakes = -HEARTBEAT_INTERVAL_S, 0
@@ -197,10 +199,16 @@ class Watchdog:
         hook, passed, requested = phase.current_hook()
         if hook and not requested:
             hook = f"'{hook}'{stacks.user_line(self._main)}"
+        if passed != self._passed[0]:
+            self._passed = passed, now
         spent, since = dict(phase.seconds_by_phase), now - self._since
         may_wait_for_callback = place.phase in (STEP, phase.WAITING) and since > HEARTBEAT_INTERVAL_S
         callback = stacks.callback_line() if may_wait_for_callback else ""
-        return Beat(place.phase, place.detail, place.step, since, limit, spent, hook, passed, callback, requested)
+        passed_s = now - self._passed[1]
+        return Beat(
+            *(place.phase, place.detail, place.step, since, limit, spent),
+            *(hook, passed, callback, passed_s, requested),
+        )
 
     def _judge(self, now: float) -> None:
         if self._alarm is not None:
@@ -255,9 +263,10 @@ class Watchdog:
         now = self.clock.now
         since = self._exchange_since = now if self._exchange_since is None else self._exchange_since
         try:
-            if now - self._sent_at >= self._beat_s:
-                self._number += 1
-                beat = f"{self._number} {to_text(self._mine)}"
+            mine = self._mine
+            if now - self._sent_at >= self._beat_s or (mine.overdue and not self._sent_overdue):
+                self._number, self._sent_overdue = self._number + 1, mine.overdue
+                beat = f"{self._number} {to_text(mine)}"
                 self._board.put(f"{self._folder}/beat/{self._me}", beat, overwrite=True)
                 self._sent_at = now
             entries = self._board.entries(self._folder)

@@ -82,6 +82,8 @@ ROW_RETRY_FIRST_S = 0.1  # before a failed row is read again; the wait doubles
 ROW_RETRY_LONGEST_S = 5.0  # before any retry
 
 # ---- drill ----
+MATRIX_CELL_S = 240.0  # for a cell of `drill --matrix`: longer is a hang
+MATRIX_TOLERANCE_S = 1.0  # added to the timeout in which a cell has to detect its fault
 CLOCK_LIBRARY_S = 60  # to compile the library that shifts the clock of a process
 
 # ---- checkpoints ----

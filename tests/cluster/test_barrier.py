@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from spmdkit.cluster.barrier import Client
+from spmdkit.foundation import phase
 from tests.support.threads import in_threads
 
 
@@ -55,6 +56,18 @@ def test_all_arrive_before_any_continues():
     found = in_threads(lambda spec: visit(*spec), {p: (p, s) for p, s in enumerate((0, 0.001, 0.003))})
     assert found == dict.fromkeys(range(3)), found
     assert not service.values and not service.counts
+
+
+def test_wait_is_a_wait_for_others_in_every_phase():
+    """Also in orbax: a save that waits does not exceed its limit; the process that is missing does."""
+    service, during = Service(), []
+    service.blocking_key_value_get = lambda key, timeout_in_ms: during.append(phase.current_phase()) or "open"
+    phase.begin()
+    with phase.during("save"):
+        Client(service, 2).wait_at_barrier("orbax", 100)
+        assert phase.current_phase().phase == "save"
+    phase.end()
+    assert (during[0].phase, during[0].detail) == (phase.WAITING, "orbax")
 
 
 def test_subset_of_processes_can_meet():

@@ -225,6 +225,20 @@ def test_hook_of_one_process_is_limited_once_another_has_left_it():
     assert "hook 'a' at mine.py:3 returned sk.ReplaceState on process 0" in text and "run.gather" not in text
 
 
+def test_time_counts_from_when_the_other_left_the_hook():
+    """Its heartbeat arrives later."""
+    inside = lambda hook_s: Beat("hook 'a'", "", 3, hook_s, None, {}, "'a' at mine.py:3", 4)
+    outside = lambda passed_s: Beat("step", "", 3, 0.0, None, {}, "", 5, passed_s=passed_s)
+    hooks = OneSidedHooks(10.0)
+    assert hooks.update(100.0, {0: inside(2.0), 1: outside(0.9)}) == ()
+    assert hooks.update(109.0, {0: inside(11.0), 1: outside(9.9)}) == ()
+    assert hooks.update(109.2, {0: inside(11.2), 1: outside(10.1)}) == (0,)
+    hooks = OneSidedHooks(10.0)
+    assert hooks.update(100.0, {0: inside(0.5), 1: outside(60.0)}) == ()  # it has just entered the hook
+    assert hooks.update(109.4, {0: inside(9.9), 1: outside(69.4)}) == ()
+    assert hooks.update(109.6, {0: inside(10.1), 1: outside(69.6)}) == (0,)
+
+
 def test_requested_action_is_passed_once_performed():
     phase.begin()
     counts = []

@@ -84,6 +84,8 @@ class ServiceConnection:
             if self._is_lost.acquire(blocking=False):
                 self.on_lost()
             left.wait()  # keeps the client's side open
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)  # ends the other thread's `recv`
         client.close()
 
 

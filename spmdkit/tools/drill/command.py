@@ -8,43 +8,24 @@ are bitwise equal to those of the undisturbed run, unless the config allows a fa
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from spmdkit.config import Config, load_config
-from spmdkit.elastic.sizes import Elastic
 from spmdkit.errors import ConfigError, ExitCode, outcome
 from spmdkit.faults.injection.fault import CHANGES_RESULTS, CHECKPOINT_FAULTS, DETECTION_CODES, NETWORK, Fault, parse
 from spmdkit.foundation.constants import is_step_name
 from spmdkit.foundation.files import write_json, write_text
 from spmdkit.foundation.formatting import format_seconds, visible
 from spmdkit.foundation.json_output import print_json
-from spmdkit.launch import launch
-from spmdkit.launch.membership import Elasticity
 from spmdkit.metrics.report.drill import drill_page
 from spmdkit.tools.drill import compare, figures
 from spmdkit.tools.drill.driver import Driver
+from spmdkit.tools.drill.job import SPARE_RESTARTS, DrillRequest, report, run_job
 from spmdkit.tools.drill.network import Network, network_for
 from spmdkit.tools.drill.timeline import Bars
-
-SPARE_RESTARTS = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class DrillRequest:
-    """The arguments of `spmdkit drill CONFIG ...`."""
-
-    config: Path
-    overrides: Sequence[str]
-    faults: Sequence[str]
-    num_processes: int = 2
-    devices_per_process: int | None = None
-    seed: int = 0
-    count: int = 1
-    as_json: bool = False
 
 
 def run_drill(request: DrillRequest) -> int:
@@ -57,7 +38,7 @@ def run_drill(request: DrillRequest) -> int:
     config = load_config(request.config, list(request.overrides))
     faults = _checked(request, config)
     if config.checkpoint is not None and (bucket := config.checkpoint.directory) is not None:
-        _report(f"note: the drill saves its checkpoints on this machine and does not touch {bucket}")
+        report(f"note: the drill saves its checkpoints on this machine and does not touch {bucket}")
         request = dataclasses.replace(request, overrides=[*request.overrides, "checkpoint.directory=null"])
     with network_for(faults, request.num_processes) as network:
         return _run_both(request, config, faults, network)
@@ -66,18 +47,18 @@ def run_drill(request: DrillRequest) -> int:
 def _run_both(request: DrillRequest, config: Config, faults: Sequence[Fault], network: Network | None) -> int:
     """Runs the job without and with the faults, and prints the result."""
     folder = _new_folder(config)
-    _report(f"without faults, in {folder / 'undisturbed'}")
+    report(f"without faults, in {folder / 'undisturbed'}")
     clean = Driver(folder / "undisturbed", request.num_processes, network=network)
-    code = _run(request, config, folder / "undisturbed", clean, 0)
+    code = run_job(request, config, folder / "undisturbed", clean, 0)
     if code != 0:
-        _report(f"the drill ends: the run without faults failed (exit code {code}, {outcome(code)})")
+        report(f"the drill ends: the run without faults failed (exit code {code}, {outcome(code)})")
         return code
     pace = figures.pace_of(clean.attempts, config.num_steps, clean.num_saves)
-    _report(f"with {', '.join(map(str, faults))}{f' (each {request.count} times)' if request.count > 1 else ''}")
+    report(f"with {', '.join(map(str, faults))}{f' (each {request.count} times)' if request.count > 1 else ''}")
     disturbed = Driver(
         folder / "disturbed", request.num_processes, faults, request.seed, pace, config.num_steps, network=network
     )
-    code = _run(request, config, folder / "disturbed", disturbed, disturbed.num_requested + SPARE_RESTARTS)
+    code = run_job(request, config, folder / "disturbed", disturbed, disturbed.num_requested + SPARE_RESTARTS)
     if disturbed.stop_signal is not None:
         return code
     result = _result(request, config, folder, clean, disturbed, code)
@@ -125,7 +106,7 @@ def _checked(request: DrillRequest, config: Config) -> list[Fault]:
                 "remaining processes. Add elastic.in_process=false to the drill."
             )
         if fault.kind == "bit-flip" and config.replica_check is None:
-            _report("note: replica_check is null in the config, so nothing detects a flipped bit")
+            report("note: replica_check is null in the config, so nothing detects a flipped bit")
     return faults
 
 
@@ -142,20 +123,6 @@ def _new_folder(config: Config) -> Path:
             "Set run_dir to a folder that can be written."
         ) from None
     return folder
-
-
-def _run(request: DrillRequest, config: Config, folder: Path, driver: Driver, max_restarts: int) -> int:
-    """Returns the exit code of the job under the launcher; with in-process elasticity lost processes are replaced."""
-    num, devices = request.num_processes, request.devices_per_process
-    train, elasticity = ["train", str(request.config), *request.overrides, f"run_dir={folder}"], None
-    if config.elastic.in_process:
-        sizes = Elastic(train, f"{num}:{num}", num, devices)
-        devices, elasticity = sizes.devices_per_process, Elasticity(sizes.resize, sizes.requested, sizes.standby)
-    command = [sys.executable, "-m", "spmdkit", *train]
-    try:
-        return launch(command, num, devices, max_restarts=max_restarts, observer=driver, elasticity=elasticity)
-    finally:
-        driver.close()
 
 
 def _result(
@@ -256,7 +223,3 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     same = "; ".join(result["different"]) or "bitwise equal to the run without faults"
     lines += [f"state and metrics: {same}", *(f"FAILED: {text}" for text in result["why"])]
     return [*lines, *(["passed"] if result["passed"] else []), f"page {result['page']}"]
-
-
-def _report(line: str) -> None:
-    print(visible(f"drill: {line}"), file=sys.stderr, flush=True)

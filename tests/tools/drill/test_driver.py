@@ -5,6 +5,7 @@ import json
 import random
 import re
 import resource
+import signal
 import subprocess
 from types import SimpleNamespace
 
@@ -18,9 +19,10 @@ from spmdkit.errors import ConfigError
 from spmdkit.faults.injection.fault import DISK_FULL_BYTES, KINDS, Fault
 from spmdkit.faults.injection.inject import FaultInjector, _with_bit_flip, _with_nan
 from spmdkit.foundation.constants import DRILL_FILE
+from spmdkit.foundation.phase import Phase
 from spmdkit.launch.local import _newest
 from spmdkit.launch.logs import Logs
-from spmdkit.tools.drill import command, compare, corrupt, driver, timing
+from spmdkit.tools.drill import command, compare, corrupt, driver, job, timing
 from spmdkit.tools.drill.driver import Driver
 from spmdkit.tools.drill.network import Network
 from spmdkit.tools.drill.timing import Moment, Pace
@@ -107,12 +109,52 @@ def test_injected_fault_is_not_repeated_after_membership_change(child, tmp_path)
     drill.close()
 
 
+def test_fault_is_injected_in_its_phase(child, tmp_path, monkeypatch):
+    drill = Driver(tmp_path, 1, [Fault("disk-full", 0, phase="evaluation", from_step=4)])
+    variables, _ = drill.process_env(0)
+    drill.on_poll([child])
+    injector = FaultInjector(variables[DRILL_FILE])
+    for name, step in (("step", 4), ("evaluation", 3), ("restore", 5)):
+        injector.enter_phase(Phase(name, "", step, 0.0, 1))
+        drill.on_poll([child])
+        assert drill.injections == [], name
+    injector.enter_phase(Phase("evaluation", "reading data", 4, 0.0, 1))
+    drill.on_poll([child])
+    (injection,) = drill.injections
+    assert (injection.reached, injection.failed) == (4, "") and room(child) == DISK_FULL_BYTES
+    drill.close()
+
+
+def test_memory_limit_is_the_current_size(child, tmp_path, monkeypatch):
+    monkeypatch.setattr(driver, "step_of", lambda raw: 3)
+    drill = Driver(tmp_path, 1, [Fault("memory", 0, 3)])
+    drill.process_env(0)
+    drill.on_poll([child])
+    drill.on_poll([child])
+    drill.on_poll([child])
+    assert 0 < resource.prlimit(child.popen.pid, resource.RLIMIT_AS)[0] < 1 << 30
+    drill.close()
+
+
+def test_drill_kills_the_coordination_service(child, tmp_path, monkeypatch):
+    killed = []
+    monkeypatch.setattr(driver, "step_of", lambda raw: 3)
+    monkeypatch.setattr(driver, "send", lambda *signal: killed.append(signal))
+    drill = Driver(tmp_path, 1, [Fault("service", 0, 3)])
+    drill.process_env(0)
+    drill.on_service(4711)
+    for _ in range(3):
+        drill.on_poll([child])
+    assert killed == [(4711, signal.SIGKILL)]
+    drill.close()
+
+
 @pytest.mark.parametrize(
     ("text", "part"), [("truncate:1@9", "while no process runs"), ("partition:1@9", "on one host")]
 )
 def test_faults_impossible_in_process_are_refused(text, part, tmp_path):
     (tmp_path / "run.yaml").write_text("task: t.py:task\nsteps: 20\nbatch_size: 4\nelastic: {in_process: true}\n")
-    request = command.DrillRequest(tmp_path / "run.yaml", [], [text])
+    request = job.DrillRequest(tmp_path / "run.yaml", [], [text])
     with pytest.raises(ConfigError) as error:
         command.run_drill(request)
     assert f"--fault {text}" in str(error.value) and part in str(error.value)
@@ -216,8 +258,8 @@ def test_drill_writes_nothing_into_the_bucket(tmp_path, monkeypatch):
         "task: t.py:task\nsteps: 9\nbatch_size: 8\ncheckpoint: {every_steps: 2, directory: gs://bucket-one/run}\n"
     )
     started = []
-    monkeypatch.setattr(command, "launch", lambda command, *_, **__: started.append(command) or 5)
-    request = command.DrillRequest(config=config, overrides=[], faults=["kill:0@3"], num_processes=1)
+    monkeypatch.setattr(job, "launch", lambda command, *_, **__: started.append(command) or 5)
+    request = job.DrillRequest(config=config, overrides=[], faults=["kill:0@3"], num_processes=1)
     assert command.run_drill(request) == 5
     (words,) = started
     overrides = words[words.index(str(config)) + 1 :]

@@ -16,6 +16,8 @@ def test_fault_has_a_kind_process_and_moment():
     assert parse("stop:0@2.5s", 4, count=3) == Fault("stop", 0, None, 2.5, 3)
     assert parse("kill:random@random", 4) == parse("kill:random", 4) == Fault("kill")
     assert parse("nan:1@random", 4) == Fault("nan", 1)
+    assert parse("hang:1@save", 4) == Fault("hang", 1, phase="save")
+    assert parse("service:0@step", 4) == Fault("service", 0, phase="step", from_step=3)
     assert [str(parse(text, 4)) for text in ("kill:2@120", "stop:0@2.5s", "bit-flip:random")] == [
         "kill:2@120",
         "stop:0@2.5s",
@@ -30,6 +32,8 @@ def test_fault_has_a_kind_process_and_moment():
         ("kill:4@20", ("no process 4", "0 to 3", "--fault kill:3@20")),
         ("kill:1@soon", ("invalid syntax", "a step (120), seconds (30s) or random", "--fault kill:1@20")),
         ("kill", ("invalid syntax",)),
+        ("kill:1@sav", ("invalid syntax", "import, restore, data, step, hook, evaluation, save, end")),
+        ("nan:1@save", ("invalid syntax", "not of slow, nan, bit-flip")),
         ("kill:1@0", ("the first step is 1",)),
         ("kill:1@0s", ("more than 0 s",)),
     ],

@@ -1,0 +1,209 @@
+"""The matrix of faults: its cells, its goals, and a short form of it with real processes."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from spmdkit.config import load_config
+from spmdkit.errors import ConfigError
+from spmdkit.faults.injection.fault import Fault
+from spmdkit.tools.drill import cells, matrix
+from spmdkit.tools.drill.cells import Cell
+from spmdkit.tools.drill.job import DrillRequest
+from spmdkit.tools.drill.timeline import InjectionResult
+from tests.support.forks import Process
+
+CHAOS = Path(__file__).parents[3] / "benchmarks/chaos"
+
+
+@pytest.fixture
+def config():
+    return load_config(CHAOS / "run.yaml", [])
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """A machine on which every fault can be injected."""
+    monkeypatch.setattr(cells.clock, "missing_compiler", lambda: "")
+    monkeypatch.setattr(cells.network, "missing_support", lambda: "")
+
+
+def test_more_than_300_cells_exist(config, everywhere):
+    possible = [cell for cell in cells.all_cells() if not cells.not_applicable(cell, config)]
+    assert len(cells.all_cells()) == len(cells.KINDS) * 7 * 3 and len(possible) >= 300
+    assert {cell.kind for cell in possible} == {*cells.KINDS} - {"object-store"}
+    assert {cell.process for cell in possible if cell.num_processes == 4} == {0, 3}
+    assert len({str(cell) for cell in possible}) == len(possible)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (("stop", "save", 1), "continues with SIGCONT"),
+        (("service", "start", 1), "one process has none"),
+        (("partition", "save", 1), "no peer"),
+        (("nan", "save", 2), "changes a step"),
+        (("hang-save", "restore", 2), "another activity"),
+        (("object-store", "save", 2), "on this machine"),
+        (("kill", "evaluation", 2), ""),
+        (("hang-hook", "first-step", 2), ""),
+    ],
+)
+def test_impossible_cells_have_a_reason(name, why, config, everywhere):
+    reason = cells.not_applicable(Cell(*name), config)
+    assert why in reason and bool(why) == bool(reason)
+
+
+def test_cells_follow_the_config(everywhere):
+    plain = load_config(CHAOS / "run.yaml", ["hooks=[]", "eval.every_steps=null", "replica_check=null"])
+    reasons = [cells.not_applicable(Cell(*name), plain) for name in IMPOSSIBLE]
+    assert reasons == ["the config has no hooks", "eval.every_steps is null", "replica_check is null"]
+
+
+IMPOSSIBLE = (("hang-hook", "first-step", 1), ("kill", "evaluation", 1), ("bit-flip", "first-step", 1))
+
+
+@pytest.mark.parametrize(
+    ("cell", "fault"),
+    [
+        (Cell("kill", "start", 2), Fault("kill", 1, phase="import")),
+        (Cell("kill", "restore", 4), Fault("kill", 0, phase="restore")),
+        (Cell("nan", "first-step", 4), Fault("nan", 3, 13)),
+        (Cell("service", "steady-state", 2), Fault("service", 0, 16)),
+        (Cell("term", "end", 2), Fault("term", 1, phase="end")),
+        (Cell("hang-hook", "steady-state", 2), Fault("hang", 0, phase="hook", from_step=16)),
+        (Cell("hang-save", "save", 1), Fault("hang", 0, phase="save")),
+    ],
+)
+def test_cell_injects_its_fault_in_its_phase(cell, fault):
+    assert cell.fault(12) == fault
+
+
+def injected(kind="kill", **fields):
+    return InjectionResult(Fault(kind, 1, 5, phase=fields.pop("phase", None)), 1, 1, None, fired=1.0, **fields)
+
+
+ROW = {"final_code": 0, "named_correctly": True, "detection_limit_s": 0.0, "detection_s": 0.2, "bitwise_equal": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "others", "missed"),
+    [
+        ("kill", {}, {}, ""),
+        ("kill", {}, {"lost_commits": [(20, 10)]}, "step 20 was committed, and the run resumed from 10"),
+        ("kill", {}, {"remaining": [71]}, "processes remained: 71"),
+        ("kill", {}, {"hangs": True}, "the run took longer than"),
+        ("kill", {"final_code": 75}, {}, "the run exited with 75"),
+        ("kill", {"named_correctly": False}, {}, matrix.NOT_NAMED),
+        ("kill", {"detection_s": 1.1}, {}, "detected after 1.1 s, limit 0 s"),
+        ("kill", {"detection_s": None}, {}, "detected after -, limit 0 s"),
+        ("kill", {"bitwise_equal": False}, {}, "state or metrics differ"),
+        ("nan", {"bitwise_equal": False, "final_code": 77}, {}, ""),
+        ("bit-flip", {"bitwise_equal": False}, {}, ""),
+        ("slow", {"detection_limit_s": None, "detection_s": None, "named_correctly": None}, {}, ""),
+    ],
+)
+def test_missed_goal_is_a_reason(kind, fields, others, missed):
+    arguments = {"lost_commits": [], "remaining": [], "hangs": False} | others
+    reasons = matrix.missed_goals(ROW | fields, injected(kind), **arguments)
+    assert (missed in reasons[0] and len(reasons) == 1) if missed else reasons == []
+
+
+def test_cell_without_its_fault_misses_the_goals():
+    assert matrix.missed_goals(ROW, None, [], [], False) == ["not injected: the run finished before"]
+    assert matrix.missed_goals(ROW, injected(failed="no checkpoint"), [], [], False) == ["not injected: no checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "named"),
+    [
+        ("kill", {"named": (1,), "exit_code": 137}, True),
+        ("kill", {"named": (0,), "exit_code": 137}, False),
+        ("hang", {"named": (0, 1), "exit_code": 76}, False),
+        ("partition-peer", {"named": (2,), "exit_code": 76}, True),
+        ("service", {"message": "the coordination service has ended", "exit_code": 75}, True),
+        ("service", {"message": "process 1 is silent", "exit_code": 75}, False),
+        ("term", {"named": (0,), "exit_code": 42}, None),
+        ("stop", {}, None),
+    ],
+)
+def test_process_at_fault_is_compared_with_the_named_one(kind, fields, named, tmp_path):
+    assert matrix.named_correctly(injected(kind, **fields)) is named
+
+
+def test_detection_limit_is_the_timeout_of_the_phase():
+    limits = [matrix.detection_limit_s(injected(kind, phase=phase), TIMEOUTS) for kind, phase in LIMITS]
+    names = ("save", "import", "step", "heartbeat")
+    assert limits == [*(float(getattr(TIMEOUTS, f"{name}_timeout_s")) for name in names), 0.0, None, None]
+
+
+TIMEOUTS = SimpleNamespace(**matrix.TIMEOUTS)
+LIMITS = (("hang", "save"), ("hang", "import"), ("hang", "data"), ("stop", None))
+LIMITS += (("service", None), ("nan", None), ("corrupt", None))
+
+
+def test_matrix_of_other_settings_is_refused(tmp_path):
+    for name in ("run.yaml", "task.py"):
+        shutil.copy(CHAOS / name, tmp_path)
+    path, folder = tmp_path / "run.yaml", [f"run_dir={tmp_path / 'run'}"]
+    request = DrillRequest(path, folder, ())
+    matrix.Matrix(request, load_config(path, folder), [])
+    with pytest.raises(ConfigError, match="a matrix of other settings"):
+        matrix.Matrix(DrillRequest(path, [*folder, "seed=3"], ()), load_config(path, folder), [])
+    with pytest.raises(ConfigError, match="no cell matches"):
+        matrix.run_matrix(DrillRequest(path, [f"run_dir={tmp_path / 'other'}"], ()), ["kil@*"])
+    with pytest.raises(ConfigError, match="at least 24 steps"):
+        matrix.run_matrix(DrillRequest(path, [*folder, "steps=8"], ()), [])
+
+
+SHORT = {
+    1: "kill@start kill@restore kill@first-step kill@save kill@evaluation kill@end term@start term@save term@end "
+    "nan@steady-state nan@first-step bit-flip@steady-state truncate@restore corrupt@save hang-data@steady-state",
+    2: "kill@steady-state stop@steady-state service@restore service@save hang-hook@steady-state",
+}
+NAMES = [f"{name}/{num}" for num, text in SHORT.items() for name in text.split()]
+"""The short form: twenty cells. Each test continues the matrix of the tests before it."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chaos")
+    for name in ("run.yaml", "task.py"):
+        shutil.copy(CHAOS / name, folder)
+    return folder
+
+
+def run_cells(forks, folder, names):
+    """Returns (exit code, output) of a matrix of these cells, with forked processes. A process that has compared
+    checkpoints cannot fork (tensorstore), so each cell has a command."""
+    selected = [f"--cells={name}" for name in names]
+    selected += [f"watchdog.{name}_timeout_s=60" for name in ("import", "restore", "save", "evaluation")]
+    arguments = ["drill", "run.yaml", "--matrix", "run_dir=run", "devices=cpu:2", *selected]
+    variables = {"SPMDKIT_COMPILE_CACHE": str(folder / "cache")}
+    (ended,) = forks.run([Process(arguments, folder, variables, forks=True)], 280)
+    return ended.code, ended.output
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n.endswith("/2") else ()) for n in NAMES])
+def test_cell_meets_its_goals(name, forks, folder):
+    _, output = run_cells(forks, folder, [name])
+    row = json.loads((folder / "run_drill/matrix/cells.jsonl").read_text().splitlines()[-1])
+    late = "detected after"  # the time is measured by `make chaos`; other tests share the processors
+    assert row["cell"] == name and [text for text in row["missed"] if not text.startswith(late)] == [], output
+    assert row["detection_limit_s"] is None or row["detection_s"] is not None, output
+
+
+@pytest.mark.processes
+def test_finished_cells_are_not_repeated(forks, folder):
+    names = [json.loads(line)["cell"] for line in (folder / "run_drill/matrix/cells.jsonl").read_text().splitlines()]
+    code, output = run_cells(forks, folder, names)
+    assert code in (0, 1) and "1 of" not in output, output
+    result = json.loads((folder / "run_drill/matrix/matrix.json").read_text())
+    assert [row["cell"] for row in result["cells"]] == names and set(names) <= set(NAMES)
+    assert result["passed"] == (code == 0) and result["named"] == result["num_named"]
+    page = (folder / "run_drill/matrix/matrix.html").read_text()
+    assert "process at fault named" in page and names[0].partition("@")[0] in page
