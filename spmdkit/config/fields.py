@@ -284,6 +284,13 @@ Inputs = Annotated[
         ("compute", "given"),
     ),
 ]
+Range = Annotated[
+    list[Count],
+    Field(strict=False, min_length=2, max_length=2),
+    AfterValidator(_ascending),
+    expects("a pair [first, last] of steps", "[20, 25]"),
+    Field(examples=[[20, 25]]),
+]
 Boundaries = Annotated[
     list[Count], Field(min_length=2, max_length=64), AfterValidator(_increasing), Field(examples=[[128, 256, 512]])
 ]

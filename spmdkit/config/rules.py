@@ -405,13 +405,12 @@ def _combinations(config: Settings) -> Iterator[Problem]:
     if config.checkpoint and config.checkpoint.best and config.eval.every_steps is None:
         text = "needs evaluations while training, found eval.every_steps: null. Try eval: {every_steps: 100}."
         yield Problem(("checkpoint", "best"), text)
-    last = config.profile.start + config.profile.steps - 1 if config.profile else 0
-    if config.profile and config.steps is not None and last > config.steps:
+    first, last = config.profile.steps if config.profile else (0, 0)
+    if config.steps is not None and last > config.steps:
         yield Problem(
-            ("profile",),
-            f"covers steps {config.profile.start} to {last}, found steps: {config.steps}. The trace lies within the "
-            f"run. Try profile: {{start: {max(1, config.steps - config.profile.steps + 1)}, "
-            f"steps: {min(config.profile.steps, config.steps)}}}.",
+            ("profile", "steps"),
+            f"covers steps {first} to {last}, found steps: {config.steps}. The trace lies within the run. Try "
+            f"profile: {{steps: [{max(1, config.steps - last + first)}, {config.steps}]}}.",
         )
     if config.elastic.in_process and parameter_server.is_chosen(config):
         why = "with sync: parameter_server there is no step of all processes to go back to"

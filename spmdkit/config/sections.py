@@ -369,10 +369,8 @@ class CompileCache(Section):
 class Profile(Section):
     """A profiler trace of some steps."""
 
-    start: fields.Count
-    """First step of the trace; steps count from 1."""
-    steps: fields.Count = 3
-    """Number of steps in the trace."""
+    steps: fields.Range
+    """First and last step of the trace; steps count from 1."""
 
 
 class Budget(Section):

@@ -53,7 +53,7 @@ FULL = {
     "model_state": {"group": 2},
     "checkpoint": {"every_steps": 5, "every_seconds": None, "best": {"metric": "loss", "mode": "min"}},
     "eval": {"every_steps": 5, "params": "ema"},
-    "profile": {"start": 3},
+    "profile": {"steps": [3, 5]},
 }
 
 

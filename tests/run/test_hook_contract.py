@@ -18,7 +18,7 @@ EVERYTHING = {
     "steps": 40,
     "eval": {"every_steps": 10},
     "checkpoint": {"every_steps": 20, "every_seconds": 5.0},
-    "profile": {"start": 5, "steps": 2},
+    "profile": {"steps": [5, 6]},
     "log": {"every_steps": 5},
     "data": {"retries": 1, "check": "full"},
     "precision": {"params": "bfloat16"},

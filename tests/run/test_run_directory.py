@@ -69,7 +69,7 @@ def test_run_leaves_every_documented_file(tmp_path):
         checkpoint={"every_steps": 10},
         eval={"every_steps": 10},
         log={"every_steps": 5, "progress": "off", "trackers": ["tensorboard"]},
-        profile={"start": 8, "steps": 2},
+        profile={"steps": [8, 9]},
     )
     result = train(config, make_task())
     run = tmp_path / "run"

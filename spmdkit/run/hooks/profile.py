@@ -15,33 +15,33 @@ from spmdkit.run.hooks.base import Hook, RunView
 
 def make(config: Any) -> Hook | None:
     """Returns the hook that starts and stops the trace; None if the config requests none."""
-    options = config.profile
-    if options is None:
+    if config.profile is None:
         return None
-    until: list[int] = []  # the last step of the active trace
+    first, last = config.profile.steps
+    active: list[bool] = []  # not empty while the trace is recorded
     marks: list[jax.profiler.StepTraceAnnotation] = []
 
     def before_step(run: RunView, step: int, state: Any) -> None:
-        if until:
+        if step == first:
+            jax.block_until_ready(state)
+            _wait_for_plan()
+            jax.profiler.start_trace(str(run.directory / "profile"))
+            active.append(True)
+        if active:
             marks.append(jax.profiler.StepTraceAnnotation("train", step_num=step))
             marks[-1].__enter__()
 
     def after_step(run: RunView, step: int, state: Any, metrics: Any) -> None:
         while marks:
             marks.pop().__exit__(None, None, None)
-        if step == options.start - 1 or (options.start == 1 and step == 1):
-            jax.block_until_ready(metrics)
-            _wait_for_plan()
-            jax.profiler.start_trace(str(run.directory / "profile"))
-            until.append(max(step, options.start - 1) + options.steps)
-        elif until and step == until[0]:
+        if active and step == last:
             jax.block_until_ready(metrics)
             stop()
-            run.message(f"profile of {options.steps} steps: {run.directory / 'profile'}")
+            run.message(f"profile of steps {first} to {last}: {run.directory / 'profile'}")
 
     def stop(*_: Any) -> None:
-        if until:
-            until.clear()
+        if active:
+            active.clear()
             jax.profiler.stop_trace()
 
     return Hook("profile", order=35, before_step=before_step, after_step=after_step, end=stop)

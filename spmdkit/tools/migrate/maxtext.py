@@ -318,13 +318,22 @@ def _period(migration: Migration, key: str, value: Any) -> None:
         migration.mapped(key, value, "checkpoint.every_steps", value)
 
 
-def _of_trace(rule: Rule) -> Rule:
-    return lambda m, key, v: (rule if "profile" in m.config else automatic("no trace"))(m, key, v)
+def _of_trace(steps: Callable[[int, int, int], list[int]]) -> Rule:
+    """`steps` has the first and last step of the trace and the value, and returns the new first and last step."""
+
+    def rule(migration: Migration, key: str, value: Any) -> None:
+        if "profile" not in migration.config:
+            return migration.report(AUTOMATIC, key, value, "no trace")
+        profile = migration.config["profile"]
+        profile["steps"] = steps(*profile["steps"], value)
+        return migration.report(MAPPED, key, value, "profile.steps")
+
+    return rule
 
 
 def _profiler(migration: Migration, key: str, value: Any) -> None:
     if value:
-        migration.put("profile.start", 2)
+        migration.put("profile.steps", [2, 6])
         return migration.report(MAPPED, key, value, "profile")
     return migration.report(AUTOMATIC, key, value, "no trace")
 
@@ -359,8 +368,8 @@ TABLE: dict[str, Rule] = {
     "base_output_directory": automatic("run_dir"),
     "run_name": when(bool, to("run_dir", lambda v: f"runs/{v}"), automatic("runs/<config name>")),
     "profiler": _profiler,
-    "skip_first_n_steps_for_profiler": _of_trace(to("profile.start", lambda v: v + 1)),
-    "profiler_steps": _of_trace(to("profile.steps")),
+    "skip_first_n_steps_for_profiler": _of_trace(lambda first, last, v: [v + 1, v + 1 + last - first]),
+    "profiler_steps": _of_trace(lambda first, last, v: [first, first + v - 1]),
     "profile_periodically_period": automatic("one trace per run"),
     "profile_cleanly": automatic("a trace begins between two steps"),
     "upload_all_profiler_results": automatic("the trace is in run_dir"),
