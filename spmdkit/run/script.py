@@ -131,7 +131,7 @@ class ScriptRun:
                     task = Task(
                         init=lambda key: state,
                         train_step=lambda state, batch: (state, batch),
-                        hooks=(*hooks, *load_hooks(config.hooks, config.folder)),
+                        hooks=_without_optimizers([*hooks, *load_hooks(config.hooks, config.folder)]),
                         unit="batches" if config.batch_size == 1 else "examples",
                     )
                     self._program = ScriptProgram(config, task, train_step, state)
@@ -385,6 +385,17 @@ def _config(train_step: Callable[..., Any], steps: int, settings: Mapping[str, A
             "has its own. Valid: stop, continue."
         )
     return config
+
+
+def _without_optimizers(hooks: Sequence[Hook]) -> Sequence[Hook]:
+    """Returns the hooks. Raises ConfigError if one of them wraps the optimizer, which the script has."""
+    for hook in hooks:
+        if hook.optimizer is not None:
+            raise ConfigError(
+                f"sk.start_run: the hook {hook.name} has no effect, since it wraps the optimizer, and the script has "
+                "its own. Remove it, or change the learning rate in the script."
+            )
+    return hooks
 
 
 def _source_file(train_step: Callable[..., Any]) -> str | None:

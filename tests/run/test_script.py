@@ -324,6 +324,7 @@ def test_a_script_that_does_not_close_its_run_continues_from_its_checkpoint(capf
 
 BAD = {
     "setting": (lambda: start(mesh={"data": 2}), "mesh has no effect"),
+    "hook": (lambda: start(hooks=["reduce_on_plateau"]), "the hook reduce_on_plateau has no effect"),
     "policy": (lambda: start(on_nonfinite="skip"), "on_nonfinite.loss needs a step"),
     "state": (lambda: start({"f": jax.nn.relu}), "the state holds no arrays"),
     "results": (lambda: train(start(step=lambda state, x: (state["params"], 1.0))), "none of them has the structure"),
