@@ -57,7 +57,7 @@ def communication(
 
     loaded = load_config(config, overrides or [])
     spec = detect_cluster(os.environ, loaded.cluster.environment)
-    retain_memory = allocator.limit_arenas(loaded.devices, os.environ)
+    retain_memory = allocator.limit_arenas(loaded.devices, os.environ, spec.num_processes)
     cluster = join(spec, loaded.devices, interface=loaded.cluster.interface)
     options = ComparisonOptions(
         reducers=reducers, syncs=syncs, steps=steps, seeds=seeds, within=within, as_json=json_, out=out

@@ -1,12 +1,15 @@
 """Settings of the C library's allocator for runs on CPU devices: each step reuses the memory block of the previous
 step's temporaries.
 
-XLA:CPU allocates the temporaries of a step in blocks (at most 32 MiB each, see compiler.py) and frees them at the end.
-glibc maps blocks of this size again each time, or returns them: 65,000 page faults per step for 260 MiB, a third of the
-step time (docs/benchmarks.md). Four `mallopt` settings keep the blocks in the heap. No mapping, no trimming and the
-padding, which keeps the heaps of threads, are set after the step is compiled; otherwise the compiler's memory would
-stay allocated too. Each arena can retain the blocks of a step, so there are at most four; this is set before a run
-joins, since later threads would have their own. With a single arena the threads wait for each other.
+XLA:CPU allocates all temporaries of a step as one block and frees it at the end. glibc maps a block above 32 MiB again
+each time: 65,000 page faults per step for 260 MiB, a third of the step time (docs/benchmarks.md). No mapping and no
+trimming keep the block in the heap. They are set after the step is compiled; otherwise the compiler's memory would stay
+allocated too. A heap of a thread holds at most 64 MiB, so with one device all threads share one arena; this is set
+before a run joins, since later threads would have their own. With several devices in a process, one arena costs more
+than it saves, since the threads of all devices wait for it: there are two for each device.
+
+Blocks of 32 MiB (`xla_multiheap_size_constraint_per_heap`) in four arenas would save another 0.15 of the step, but
+jaxlib 0.10.2 cannot write such a program to the compile cache ("Multiple temp buffer allocations found").
 
 Only `train` and `bench communication` apply them, for the lifetime of the process. SPMDKIT_ALLOCATOR=system disables
 them, and so does any allocator setting of the C library in the environment.
@@ -26,28 +29,28 @@ from spmdkit.foundation.formatting import nearest
 SWITCH = "SPMDKIT_ALLOCATOR"
 CHOICES = ("keep", "system")
 
-ARENAS = 4
-HEAP_BYTES = 64 << 20
-"""The size of a heap of a thread (HEAP_MAX_SIZE in glibc's malloc/arena.c). A larger block is mapped."""
-
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8  # malloc.h
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # malloc.h
 _ACCELERATORS = ("nvidia0", "kfd", "accel0", "vfio/0")
 """Device files of GPUs and TPUs, under /dev."""
 
 
-def limit_arenas(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
+def limit_arenas(devices: str | Sequence[int], environ: Mapping[str, str], num_processes: int = 1) -> bool:
     """Limits the arenas of later threads if the config's `devices` are CPU devices; returns whether it did.
 
     Raises:
         ConfigError: SPMDKIT_ALLOCATOR has an unknown value.
     """
-    return _requested(environ) and _on_cpu(devices, environ) and glibc() is not None and _set(_ARENA_MAX, ARENAS)
+    if not (_requested(environ) and _on_cpu(devices, environ) and glibc() is not None):
+        return False
+    total = fake_devices(devices) if isinstance(devices, str) else len(devices)
+    per_process = -(-(total or 1) // num_processes)
+    return _set(_ARENA_MAX, 1 if per_process == 1 else 2 * per_process)
 
 
 def disable_trimming() -> bool:
-    """Trims the heaps now and disables trimming; returns whether the allocator accepted it. Call `limit_arenas`
+    """Trims the heap now and disables trimming; returns whether the allocator accepted it. Call `limit_arenas`
     first."""
-    accepted = _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, -1) and _set(_TOP_PAD, HEAP_BYTES)
+    accepted = _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, -1)
     ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
     return accepted
 

@@ -10,9 +10,6 @@ asynchronous; v5e 8x8 2.00 -> 1.00, half of the gathers asynchronous; v5p 2x2x2 
 sends 40.4 GiB per device and step, configs/llama_70b_v5p.yaml 262 GiB, without an all_reduce of more than a MiB.
 
 Ahead-of-time compilations, 2026-11-21 (the first also in tests/ops/test_tensor_tpu.py); not run on a TPU.
-CPU. XLA allocates the temporaries of a step as one block by default. The allocator can retain blocks of 32 MiB
-(allocator.py).
-
 `compiler_options` in the config overrides each option.
 Source: AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (the same options, for v6e and 7x).
 """
@@ -55,11 +52,6 @@ _SPARSE_CORE: Mapping[str, Value] = {
 _WITH_SPARSE_CORE = ("v5p", "v6e", "7x")
 
 
-_CPU: Mapping[str, Value] = {
-    "xla_multiheap_size_constraint_per_heap": 32 << 20,  # temporaries in blocks that a thread's heap can hold
-}
-
-
 _DETERMINISTIC_GPU: Mapping[str, Value] = {
     "xla_gpu_deterministic_ops": True,  # also disables autotuning, which selects by measured time
     "xla_gpu_exclude_nondeterministic_ops": True,  # an operation without a deterministic form fails the compilation
@@ -95,14 +87,14 @@ def own_options(device: Any, deterministic: bool = False) -> Mapping[str, Value]
     if device.platform in ("gpu", "cuda", "rocm") and deterministic:
         return _DETERMINISTIC_GPU
     if device.platform != "tpu":
-        return _CPU if device.platform == "cpu" else {}
+        return {}
     chip = chip_of_device_kind(device.device_kind, device.platform)
     return {**_TPU, **_SPARSE_CORE} if chip is not None and chip.name in _WITH_SPARSE_CORE else _TPU
 
 
 def options(devices: Sequence[Any], own: Mapping[str, Value | None], deterministic: bool = False) -> dict[str, Value]:
     """Returns the options of a program: spmdkit's for the platform, updated by the config's; null removes an option."""
-    known = {**_TPU, **_SPARSE_CORE, **_CPU}
+    known = {**_TPU, **_SPARSE_CORE}
     for name, value in own.items():
         if value is None and name not in known:
             raise ConfigError(

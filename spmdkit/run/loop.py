@@ -86,7 +86,8 @@ def train(
         config = config if isinstance(config, Config) else load_config(config)
         config = replace_keys(config, settings) if settings else config
     resume_check.check_allowed(allow_change)
-    retain_memory = allocator.limit_arenas(config.devices, os.environ)
+    joined = cluster or detect_cluster(os.environ, config.cluster.environment)
+    retain_memory = allocator.limit_arenas(config.devices, os.environ, joined.num_processes)
     with StopSignals() as signals, in_new_directory(config) as config:
         job = TrainJob(config, cluster, task, tuple(allow_change), signals, retain_memory, tuple(reset))
         if config.elastic.in_process:

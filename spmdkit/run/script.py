@@ -387,7 +387,7 @@ def _config(train_step: Callable[..., Any], steps: int, settings: Mapping[str, A
     return config
 
 
-def _without_optimizers(hooks: Sequence[Hook]) -> Sequence[Hook]:
+def _without_optimizers(hooks: Sequence[Any]) -> Sequence[Any]:
     """Returns the hooks. Raises ConfigError if one of them wraps the optimizer, which the script has."""
     for hook in hooks:
         if hook.optimizer is not None:

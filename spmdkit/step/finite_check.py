@@ -220,7 +220,8 @@ def is_finite(x: jax.Array) -> jax.Array:
 
 
 def sum_of_squares(x: jax.Array, platform: str | None = None) -> jax.Array:
-    """Returns float32[]: the sum of the squares of an array, or NaN if a value is not finite. Reads it once.
+    """Returns float32[], of a float64 array float64[]: the sum of the squares, or NaN if a value is not finite. Reads
+    the array once.
 
     Args:
         platform: platform of the devices, if each holds the array or a local part of it; None if it may be sharded. On
@@ -238,8 +239,8 @@ def sum_of_squares(x: jax.Array, platform: str | None = None) -> jax.Array:
         return jnp.minimum(x * x, MAX_SQUARE) + 0 * x
 
     if platform != "cpu" or x.size <= WINDOW:
-        return square(x).sum().astype(jnp.float32)
-    return _sum_by_parts(x, square, FIRST_PARTS).astype(jnp.float32)
+        return square(x).sum()
+    return _sum_by_parts(x, square, FIRST_PARTS)
 
 
 def _sum_by_parts(x: jax.Array, function: Callable[[jax.Array], jax.Array], num: int) -> jax.Array:

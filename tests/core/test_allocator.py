@@ -42,6 +42,13 @@ def test_arenas_are_limited_for_cpu_devices(calls, devices, environ, is_set):
     assert ("unchanged" in allocator.describe(environ)) == ("cpu" in devices and not is_set)
 
 
+@needs_glibc
+@pytest.mark.parametrize(("num_processes", "arenas"), [(1, 8), (2, 4), (4, 1)])
+def test_arenas_of_a_process(calls, num_processes, arenas):
+    assert allocator.limit_arenas("cpu:4", {}, num_processes)
+    assert calls == [(-8, arenas)]
+
+
 def test_another_c_library_is_unchanged(calls, monkeypatch):
     def none(_name):
         raise ValueError("unrecognized configuration name")  # as on musl
@@ -58,7 +65,7 @@ def test_an_unknown_choice_names_those_that_there_are():
         allocator.describe({"SPMDKIT_ALLOCATOR": "sytem"})
 
 
-SETTINGS = [(-8, 4), (-4, 0), (-1, -1), (-2, 64 << 20)]
+SETTINGS = [(-8, 16), (-4, 0), (-1, -1)]
 
 
 @needs_glibc

@@ -21,7 +21,7 @@ OURS = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
 
 
 def test_config_overrides_the_options_of_a_platform():
-    assert compiler.options(CPU, {"xla_multiheap_size_constraint_per_heap": None}) == {}
+    assert compiler.options(CPU, {}) == {}
     assert compiler.options(V5P, {})[OURS] is True
     assert OURS not in compiler.options(V5E, {}) != {}
     assert compiler.options(V5P, {OURS: False, "xla_other": 3})[OURS] is False

@@ -325,8 +325,10 @@ def _of_trace(steps: Callable[[int, int, int], list[int]]) -> Rule:
         if "profile" not in migration.config:
             return migration.report(AUTOMATIC, key, value, "no trace")
         profile = migration.config["profile"]
-        profile["steps"] = steps(*profile["steps"], value)
-        return migration.report(MAPPED, key, value, "profile.steps")
+        first, last = profile["steps"]
+        profile["steps"] = steps(first, last, value)
+        migration.report(MAPPED, key, value, "profile.steps")
+        return None
 
     return rule
 
