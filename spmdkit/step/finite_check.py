@@ -158,9 +158,11 @@ def _of_gradient(
 def _bad_and_squares(
     leaves: Sequence[jax.Array], weights: Sequence[float], platform: str | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (int32[], 1 if a value is not finite; float32[], the weighted sum of the leaves' squares)."""
+    """Returns (int32[], 1 if a value is not finite; float32[], with a float64 leaf float64[], the weighted sum of the
+    leaves' squares)."""
     sums = [sum_of_squares(x, platform) for x in leaves]
-    zero = jnp.float32(0)
+    wide = common_dtype(jnp.float32, *(x.dtype for x in sums))
+    sums, zero = [x.astype(wide) for x in sums], jnp.zeros((), wide)
     finite = jnp.isfinite(functools.reduce(jnp.add, sums, zero))
     squares = functools.reduce(jnp.add, [w * x for w, x in zip(weights, sums, strict=True) if w], zero)
     return jnp.logical_not(finite).astype(jnp.int32), squares
