@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -66,15 +66,13 @@ def join(
     joined = jax.distributed.is_initialized()
     num_processes = compat.num_joined_processes() if joined else spec.num_processes
     num_cpu = _cpu_devices_per_process(spec, devices, num_processes)
-    if compat.backends_initialized():
-        if num_processes > 1 and not joined:
-            raise ConfigError(
-                f"the job has {num_processes} processes, but JAX has already created the devices of this one. "
-                "Processes must join before the first use of JAX. Move the code that computes with JAX into the task's "
-                "functions."
-            )
-    else:
+    if not compat.backends_initialized():
         _configure(spec, devices, num_cpu, num_processes, collective_timeout_s)
+    elif num_processes > 1 and not joined:
+        raise ConfigError(
+            f"the job has {num_processes} processes, but JAX has already created the devices of this one. Processes "
+            "must join before the first use of JAX. Move the code that computes with JAX into the task's functions."
+        )
     notes = _how(spec, joined, num_processes)
     advertised, connection = Advertised(None), None
     if num_processes > 1 and not joined:
@@ -101,13 +99,19 @@ def join(
         namespace=None if generation is None else f"spmdkit/generation/{generation.number}",
         connection=connection,
     )
+    _set_devices(cluster, lambda: _choose(found, spec, devices, num_cpu, num_processes))
+    return cluster
 
-    def choose_devices() -> str:
-        cluster.devices = _choose(found, spec, devices, num_cpu, num_processes)
+
+def _set_devices(cluster: Cluster, choose: Callable[[], list[jax.Device]]) -> None:
+    """Sets the devices of the cluster. If `choose` raises on one process, the others raise RendezvousError with the
+    reason."""
+
+    def chosen() -> str:
+        cluster.devices = choose()
         return ""
 
-    cluster.first_problem("devices", choose_devices, FIRST_COMPARISON_S)
-    return cluster
+    cluster.first_problem("devices", chosen, FIRST_COMPARISON_S)
 
 
 def _how(spec: ClusterSpec, joined: bool, num_processes: int) -> tuple[str, ...]:

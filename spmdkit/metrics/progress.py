@@ -147,8 +147,8 @@ class Progress:
 
 
 def _is_forwarded() -> bool:
-    """Returns whether the terminal of this process is a pseudo-terminal of Open MPI's mpirun, whose own output is no
-    terminal of this machine: a redirected log would contain the redrawn bars."""
+    """Returns whether the terminal of this process is a pseudo-terminal of Open MPI's mpirun, and the output of
+    mpirun is no terminal of this machine: a redirected log would contain the redrawn bars."""
     if "OMPI_COMM_WORLD_RANK" not in os.environ:
         return False
     try:

@@ -74,7 +74,7 @@ class Driver:
         self._events = Events(run_dir)
         self._notes: list[ReportFile] = []  # one for each child of an attempt, in order
         self._between_attempts = True
-        self._noted_deaths: list[Child] = []  # lost children whose loss is recorded
+        self._noted_deaths: list[Child] = []  # lost children with a recorded loss
         self._pending: InjectionResult | None = None
         self._requested: tuple[Child, ReportFile] | None = None  # the child that injects the pending fault
         self._due_at = float("inf")
