@@ -2,7 +2,6 @@
 compared."""
 
 import json
-import re
 
 import pytest
 
@@ -85,7 +84,7 @@ def test_watchdog_ends_a_hang_and_the_job_resumes(drills, kind, option, timeout_
 def test_full_disk_ends_all_with_74_and_resumes(drills):
     code, output = drills.run("-n", "2", "--fault", "disk-full:0@12", "checkpoint.max_failures=1")
     assert code == 0, output
-    assert "exit code 74" in output and re.search("saving step 1[05]", output)
+    assert "exit code 74" in output and "saving step 15" in output
     (fault,) = drills.result()["faults"]
     assert drills.result()["attempts"] == 2
     assert fault["detection_s"] < drills.result()["undisturbed_work_s"], "no process waits for checkpoint.timeout_s"
