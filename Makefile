@@ -1,5 +1,5 @@
 # make demo | test | quick | extras | slurm | mpirun | ray | network | engines | thorough | verify | tpu | reference |
-# plan-published | bench-maxtext | bench-peers | gpu | lint | fuzz | soak | chaos | bench | bench-scale | versions-matrix | constraints.
+# plan-published | bench-maxtext | bench-peers | gpu | lint | docs | docs-links | fuzz | soak | chaos | bench | bench-scale | versions-matrix | constraints.
 # Targets run in .venv, which is created from constraints.txt on first use. Targets that need a package of more than 100
 # MB (the TPU compiler) run in .venv-extras.
 
@@ -17,7 +17,7 @@ BOUND := timeout -s KILL
 # Bytecode halves the time of importing the sources and the tests, in each worker and each process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference plan-published bench-maxtext bench-peers gpu lint types fuzz soak chaos bench bench-scale constraints versions versions-matrix browser clean
+.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference docs site docs-links plan-published bench-maxtext bench-peers gpu lint types fuzz soak chaos bench bench-scale constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -34,10 +34,21 @@ quick: $(VENV)/.test lint types
 
 # The tests that need a large package, and a job on each engine that is installed. `make --jobs 2 extras` runs both in
 # parallel.
-extras: packages jobs
+extras: packages jobs docs
 
 packages: $(EXTRAS)/.test
 	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m '(tpu or gpu or storage or ray or streams or trackers or transformers) and not slow' --numprocesses 2 --dist loadfile
+
+# The site in build/docs/index.html, without a network.
+docs: site
+
+site: $(EXTRAS)/.test
+	$(BOUND) 300 $(EXTRAS)/bin/python -m sphinx -q -W --keep-going -j 2 -b html docs build/docs
+	@echo build/docs/index.html
+
+# The external links of the site, one per line.
+docs-links:
+	@grep -rhoE --include='*.md' 'https?://[^] )>"`|]+' docs README.md | sed 's/[.,;:]*$$//' | LC_ALL=C sort -u
 
 jobs: $(EXTRAS)/.test
 	$(BOUND) 600 $(EXTRAS)/bin/python -m pytest -m engines -k 'numbers_of_a_local_run and not lost' -rs
@@ -92,7 +103,7 @@ plan-published: $(MAXTEXT)/.done $(VENV)/.test
 	$(BIN)/python benchmarks/published.py table
 
 # The train step of spmdkit against that of MaxText, compiled by the same compilers for the cells of
-# benchmarks/maxtext/cells.yaml; writes docs/maxtext.md and fails if a ratio is above its limit without a known cause.
+# benchmarks/maxtext/cells.yaml; writes docs/measured/maxtext.md and fails if a ratio is above its limit without a known cause.
 # Takes hours; an interrupted command continues with the next cell. `make bench-maxtext ONLY=v5p/fsdp AGAIN=--again`.
 bench-maxtext: $(MAXTEXT)/.done $(VENV)/.test
 	$(BIN)/python benchmarks/maxtext/compare.py --python $(MAXTEXT)/bin/python --only $(or $(ONLY),"") $(AGAIN)
@@ -123,18 +134,18 @@ fuzz: $(VENV)/.test
 	$(BOUND) 3600 $(BIN)/python -m tests.support.fuzz --seed $(or $(SEED),0) --count $(or $(COUNT),3000)
 
 # 100 SIGKILLs of any of four processes in any phase: the final parameters are bitwise equal.
-# `make soak KILLS=20 SEED=7 PROCESSES=1`. Figures: docs/reliability.md.
+# `make soak KILLS=20 SEED=7 PROCESSES=1`. Figures: docs/measured/reliability.md.
 soak: $(VENV)/.test
 	KILLS=$(or $(KILLS),100) SEED=$(or $(SEED),1) PROCESSES=$(or $(PROCESSES),4) $(BOUND) 5400 $(BIN)/python -m pytest -m slow -s -o faulthandler_timeout=5000 tests/tools/drill/test_kills.py
 
-# Every kind of fault in every phase with 1, 2 and 4 processes, 310 runs (docs/chaos.md). Takes hours; an interrupted
+# Every kind of fault in every phase with 1, 2 and 4 processes, 310 runs (docs/measured/chaos.md). Takes hours; an interrupted
 # command continues with the next cell. Network faults need root and /dev/net/tun. `make chaos CELLS="kill@*/2"`.
 chaos: $(VENV)/.test
 	$(BOUND) 36000 $(BIN)/python -m spmdkit drill benchmarks/chaos/run.yaml --matrix $(CELLS:%=--cells '%'); test $$? -le 1
 	$(BIN)/python benchmarks/chaos/page.py build/chaos_drill/matrix/matrix.json
 
 # Short forms of the benchmarks (benchmarks/README.md), with dated results in benchmarks/results/ and in the tables of
-# docs/benchmarks.md. `make bench-scale` needs the TPU compiler.
+# docs/measured/benchmarks.md. `make bench-scale` needs the TPU compiler.
 bench: $(VENV)/.test
 	$(BOUND) 900 $(BIN)/python benchmarks/overhead.py --sittings 2 --pairs 20
 	$(BOUND) 600 $(BIN)/python benchmarks/start.py --rounds 5

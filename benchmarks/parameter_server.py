@@ -1,4 +1,4 @@
-"""A parameter server against one device, on the line and the digits: docs/benchmarks.md has the table.
+"""A parameter server against one device, on the line and the digits: docs/measured/benchmarks.md has the table.
 
     python benchmarks/parameter_server.py equal|converge [--transport threads] [--tasks line digits]
     python benchmarks/parameter_server.py slow|wire

@@ -2,7 +2,7 @@
 
     python benchmarks/published.py compile [--python PYTHON] [--only NAME ...]    programs that are not there yet
     python benchmarks/published.py fit                                          the constants fitted to the runs
-    python benchmarks/published.py table                                        writes docs/published.md
+    python benchmarks/published.py table                                        writes docs/measured/published.md
 
 The runs are listed in `published.yaml`. `compile` needs the environment of `maxtext/requirements.txt`; it saves each
 program as `published/NAME.txt.gz` when it is done, so it continues where it was interrupted. A program that does not
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "published"
 RUNS = ROOT / "benchmarks" / "published.yaml"
 LIMIT_S = 1200
-PAGE = ROOT / "docs" / "published.md"
+PAGE = ROOT / "docs" / "measured" / "published.md"
 RESULTS = FOLDER / "results.json"
 GRID = {"tpu": [0.7, 0.75, 0.8, 0.85, 0.9, 0.95], "gpu": [0.45, 0.5, 0.55, 0.6, 0.65, 0.7]}
 """Values of the fitted constant at which the step times are computed."""

@@ -137,7 +137,7 @@ def updated(page: str, folder: Path = FOLDER) -> str:
 
 def main() -> None:
     """Updates the tables of all pages."""
-    for path in sorted((ROOT / "docs").glob("*.md")):
+    for path in sorted((ROOT / "docs").rglob("*.md")):
         before = path.read_text()
         if (after := updated(before)) != before:
             path.write_text(after)

@@ -7,7 +7,7 @@ A student (tanh, width 32) learns a random teacher (tanh, width 8) from 512 exam
 parameter server. s + 1 workers that wait for their push (`overlap: false`) have a staleness of s. The rates of an
 optimizer are the best of `RATES` in a plain loop of optax, and a third of it. The result is the mean of the last five
 evaluation losses. A cell is appended to FILE when it is done, and the next call continues; `--save` writes the medians
-for docs/benchmarks.md.
+for docs/measured/benchmarks.md.
 """
 
 from __future__ import annotations

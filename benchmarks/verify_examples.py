@@ -6,7 +6,8 @@ configs/verify.
 
 Each config is run with 1, 2 and 4 microbatches, and with every applicable mutant. Finished cases are stored in
 build/verify, so that an interrupted run continues. They are valid only for the same code of package, task and config.
-The results replace those of the same config and number of devices in docs/verify.json. docs/verify.md is the table.
+The results replace those of the same config and number of devices in docs/measured/verify.json, and
+docs/measured/verify.md is the table.
 """
 
 import datetime
@@ -23,8 +24,8 @@ from spmdkit.verify.mutants import MUTANTS
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs/verify"
 CASES = ROOT / "build/verify"
-SUMMARY = ROOT / "docs/verify.json"
-PAGE = ROOT / "docs/verify.md"
+SUMMARY = ROOT / "docs/measured/verify.json"
+PAGE = ROOT / "docs/measured/verify.md"
 SWEEPS = {
     "8": ("8 devices, axes up to 4", ["--devices", "8", "--max-axis", "4"]),
     "16": ("16 devices, four axes", ["--devices", "16", "--max-axis", "2", "--no-mutants"]),
@@ -85,7 +86,7 @@ def mutants(report):
 
 
 def page(results):
-    """Returns docs/verify.md."""
+    """Returns docs/measured/verify.md."""
     lines = [
         "# Every mesh against one device",
         "",
@@ -124,7 +125,7 @@ def page(results):
         (
             f"Tried on {', '.join(dates)}. A test compares the reasons of inapplicable mutants with the messages of "
             "the program. `-`: not tried in this run. `tests/verify/test_verify_mutants.py` catches every mutant. "
-            "[mutants.md](mutants.md) has the results of forty tasks."
+            "[mutants.md](../development/mutants.md) has the results of forty tasks."
         ),
         "",
     ]

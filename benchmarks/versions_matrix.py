@@ -4,7 +4,7 @@ build/versions.
     python benchmarks/versions_matrix.py [--only 3.13-0.12] [PYTEST ARGUMENT ...]     # none: what `make quick` runs
 
 All other packages are those of constraints.txt, but flax: 0.12.8 imports on jax 0.10 alone. What came out is printed as
-the rows of the table in docs/versions.md, and kept with pytest's own report in build/versions.
+the rows of the table in docs/measured/versions.md, and kept with pytest's own report in build/versions.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Writes docs/chaos.md and benchmarks/results/chaos.json from the result of `spmdkit drill --matrix` (`make chaos`)."""
+"""Writes docs/measured/chaos.md and benchmarks/results/chaos.json from the result of `spmdkit drill --matrix`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE, RESULT = ROOT / "docs/chaos.md", ROOT / "benchmarks/results/chaos.json"
+PAGE, RESULT = ROOT / "docs/measured/chaos.md", ROOT / "benchmarks/results/chaos.json"
 HEAD = """# Faults in every phase
 
 `make chaos` runs `spmdkit drill benchmarks/chaos/run.yaml --matrix`: one run per kind of fault, phase and number of

@@ -3,8 +3,8 @@
     python benchmarks/maxtext/compare.py [--only CHIP/STRATEGY ...] [--again] [--read] [--python PYTHON]
 
 Compiles the cells of `cells.yaml` that are not measured, in the environment of `requirements.txt`, and writes each into
-`results.json` when it is done; writes docs/maxtext.md. Ends with 1 if a ratio is above LIMIT and has no cause under
-`known` in `cells.yaml`. The programs of the cells with GOALS are kept in `programs/`.
+`results.json` when it is done; writes docs/measured/maxtext.md. Ends with 1 if a ratio is above LIMIT and has no cause
+under `known` in `cells.yaml`. The programs of the cells with GOALS are kept in `programs/`.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.maxtext import programs
 
 FOLDER = ROOT / "benchmarks" / "maxtext"
-RESULTS, CELLS, PAGE = FOLDER / "results.json", FOLDER / "cells.yaml", ROOT / "docs" / "maxtext.md"
+RESULTS, CELLS, PAGE = FOLDER / "results.json", FOLDER / "cells.yaml", ROOT / "docs" / "measured" / "maxtext.md"
 BUILD, KEPT = ROOT / "build" / "bench-maxtext", FOLDER / "programs"
 LIMIT = 1.05
 GOALS = {"flops": 1.01, "sent_bytes": 1.0, "peak_bytes": 1.0, "step_s": 1.0}
@@ -253,7 +253,7 @@ def unexplained(results, causes):
 
 
 def page(results, causes):
-    """Returns docs/maxtext.md."""
+    """Returns docs/measured/maxtext.md."""
     wanted, complete = cells(), measured(results)
     notes, rows, absolute = [], [], []
     for name, row in complete.items():

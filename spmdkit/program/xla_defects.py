@@ -2,7 +2,7 @@
 
 Two defects are known (jaxlib 0.10.2): integers of less than 4 bits on several CPU devices (`check_dtypes`), and the
 gradient of a max or min pool with windows that overlap by half or more, along a sharded dim: `select_and_scatter_add`
-with window >= 2 * stride. Reproduction and measurements of the second: docs/xla_pool.md.
+with window >= 2 * stride. Reproduction and measurements of the second: docs/development/xla_pool.md.
 
 A dim is sharded by an activation constraint (`sk.shard`), or by propagation from one. So a pool is correct only if its
 operand is gathered directly before it, or if no constraint shards that dim of an array with the same number of dims,

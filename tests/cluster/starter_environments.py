@@ -4,7 +4,8 @@ Copied from what they set on this kind of machine (2026-11-22 and 23): Slurm 22.
 torchrun of PyTorch 2.13.0, a worker of Ray 2.60; host names and node lists of several nodes are put in. From
 documentation and sources: GKE, JobSet 08dfbdf, Kubeflow Trainer 8c0f505, PyTorchJob, TF_CONFIG, SkyPilot.
 
-`later` names an environment that is in docs/adding.md only, and how the row is read where its file is there.
+`later` names an environment that is in docs/development/adding.md only, and how the row is read where its
+file is there.
 """
 
 from __future__ import annotations

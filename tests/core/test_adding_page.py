@@ -1,4 +1,4 @@
-"""The examples of docs/adding.md are cut out of the page, written as the files that it names, and each is used."""
+"""The examples of docs/development/adding.md, written as the files that the page names: each is used."""
 
 import csv
 import http.server
@@ -30,7 +30,7 @@ from tests.support.ops_mesh import step, wire
 from tests.support.reducer_runs import NUM_VALUES, applied_and_owed, program, train, true_sum, wide
 from tests.support.reducer_runs import task as two_layers
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding.md"
+PAGE = Path(__file__).parents[2] / "docs" / "development" / "adding.md"
 FILES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(), re.DOTALL))
 
 

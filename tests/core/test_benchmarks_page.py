@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: whoever doubts a table finds the command that makes it, and the command is there."""
+"""docs/measured/benchmarks.md: whoever doubts a table finds the command that makes it, and the command is there."""
 
 import importlib
 import importlib.util
@@ -14,9 +14,9 @@ import pytest
 from spmdkit.config import load_config
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
+PAGE = (ROOT / "docs" / "measured" / "benchmarks.md").read_text()
 COMMAND = re.compile(r"`((?:\S*python |make |spmdkit )[^`]+)`")
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 COMMANDS = [" ".join(command.split()) for command in COMMAND.findall(PAGE)]
 
 

@@ -96,12 +96,6 @@ def test_the_architecture_page_names_existing_code():
     assert stale_words(PAGES["ARCHITECTURE.md"].read_text()) == []
 
 
-def test_every_page_is_named_in_another_one():
-    texts = {name: path.read_text() for name, path in PAGES.items()}
-    others = {name: "".join(text for other, text in texts.items() if other != name) for name in PAGES}
-    assert [name for name in PAGES if name != "README.md" and name not in others[name]] == []
-
-
 def test_pages_install_the_package_from_a_checkout():
     """The package is not on the index; a stranger could own its name there."""
     pages = [ROOT / "README.md", *(ROOT / "docs" / "launch").glob("*.md")]

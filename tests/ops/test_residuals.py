@@ -69,7 +69,7 @@ def test_what_is_kept_is_what_the_policy_says():
     assert (4, 4) not in [x.shape for x in kept["none"].kept], "the mask needs no input: it is computed again"
 
 
-# ---- the example of docs/design/manual_and_residuals.md
+# ---- the example of docs/why/manual_and_residuals.md
 
 ROWS = ("batch", "norm_sequence", None)
 

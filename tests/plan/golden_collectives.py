@@ -1,5 +1,5 @@
-"""The collectives of every strategy on every target, as a golden file, and the page docs/collectives.md that is made
-from it.
+"""The collectives of every strategy on every target, as a golden file, and the page
+docs/development/collectives.md that is made from it.
 
     python tests/plan/golden_collectives.py                       # compile all of it and compare (make tpu)
     python tests/plan/golden_collectives.py --write               # and keep what was found
@@ -30,7 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("tpu_collectives.json")
-PAGE = ROOT / "docs" / "collectives.md"
+PAGE = ROOT / "docs" / "development" / "collectives.md"
 
 STRATEGIES = (
     "mirrored", "zero1", "zero2", "fsdp", "hsdp", "tensor", "data_fsdp_tensor", "context", "pipeline", "moe",
@@ -234,7 +234,7 @@ def _amount(row: Row | None) -> str:
 
 
 def page(document: dict[str, Any]) -> str:
-    """Returns docs/collectives.md: what is written by hand (`collectives_page.md`), with the tables."""
+    """Returns docs/development/collectives.md: what is written by hand (`collectives_page.md`), with the tables."""
     text = Path(__file__).with_name("collectives_page.md").read_text()
     targets = document["targets"]
     kernels = [s + KERNELS for s in STRATEGIES]

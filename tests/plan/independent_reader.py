@@ -21,7 +21,7 @@ class Program:
         return [self.rows[name] for name in re.findall(r"%([^\s,]+)", rest.split(")")[0])]
 
     def totals(self, computation=None):
-        """Returns (bytes that a device sends, FLOPs of products), by the formulas of `docs/collectives.md`."""
+        """Returns (bytes sent by a device, FLOPs of products), by the formulas of docs/development/collectives.md."""
         sent, flops, rows = 0, 0, self.computations[computation or self.entry]
         for _, kind, op, rest in rows:
             if collective := re.fullmatch(SENDS, op):

@@ -1,4 +1,4 @@
-"""docs/rows.md: the table of `spmdkit explain` for each of the forty tasks and each example.
+"""docs/development/rows.md: the table of `spmdkit explain` for each of the forty tasks and each example.
 
 `python -m tests.support.row_tables` writes it. The lines of the user's code are left out, so that the page does not
 change with every edit.
@@ -15,7 +15,7 @@ from spmdkit.program.row_table import COLUMNS, Row
 from tests.support import tasks
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "rows.md"
+PAGE = ROOT / "docs" / "development" / "rows.md"
 EXAMPLES = (
     "contrastive",
     "custom_step",
@@ -51,7 +51,7 @@ def without_lines(row: Row) -> tuple[str, ...]:
 
 
 def page(names: list[str], examples: tuple[str, ...]) -> str:
-    """Returns docs/rows.md."""
+    """Returns docs/development/rows.md."""
     sections = [("Tasks", names, rows_of_task), ("Examples", examples, rows_of_example)]
     text = [HEAD]
     for title, items, rows_of in sections:
@@ -71,12 +71,12 @@ def page(names: list[str], examples: tuple[str, ...]) -> str:
 
 HEAD = """# How rows enter the tasks and the examples
 
-The tables of [`spmdkit explain`](guide.md#how-rows-enter-a-loss) for the [forty tasks](tasks.md) on {data: 4} and for
-the examples on the meshes of their configs. `python -m tests.support.row_tables` writes this page. A `train_step` that
-does not call `sk.value_and_grad` has no row.
+The tables of [`spmdkit explain`](../guide.md#how-rows-enter-a-loss) for the [forty tasks](tasks.md) on {data: 4} and
+for the examples on the meshes of their configs. `python -m tests.support.row_tables` writes this page. A `train_step`
+that does not call `sk.value_and_grad` has no row.
 
-Every task is equal to one device on four meshes ([tests/tasks](../tests/tasks)), and `verify` reports no difference
-([tests/verify](../tests/verify/test_verify_tasks.py)). So no loss and no metric may be mixed across rows, and every
+Every task is equal to one device on four meshes ([tests/tasks](../../tests/tasks)), and `verify` reports no difference
+([tests/verify](../../tests/verify/test_verify_tasks.py)). So no loss and no metric may be mixed across rows, and every
 reduction of a leaf gives the state of one device.
 """
 

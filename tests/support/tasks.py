@@ -1,7 +1,7 @@
 """Natural programs of users with existing models, each with an equivalent plain JAX script for one device.
 
 A file of tests/tasks has several, each a function with the decorator `@natural` that returns a `NaturalTask`. Its
-docstring is the description in docs/tasks.md, which `python -m tests.support.tasks` writes.
+docstring is the description in docs/development/tasks.md, which `python -m tests.support.tasks` writes.
 """
 
 import functools
@@ -22,7 +22,7 @@ from spmdkit.program.program import Program
 from tests.support.natural_runs import leaf_errors
 
 FOLDER = Path(__file__).parents[1] / "tasks"
-PAGE = Path(__file__).parents[2] / "docs" / "tasks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "development" / "tasks.md"
 
 MESHES: dict[str, dict[str, int]] = {
     "one device": {},
@@ -295,24 +295,24 @@ def line_of(source: str) -> str:
 
 
 def page() -> str:
-    """Returns docs/tasks.md."""
+    """Returns docs/development/tasks.md."""
     made_by = {name.partition(" ")[0]: _MADE_BY[name] for name in task_names()}
     makers = [inspect.unwrap(getattr(make, "func", make)) for make in made_by.values()]
     rows = "\n".join(
-        f"| [{make.__name__.replace('_', ' ')}](../tests/tasks/{Path(inspect.getfile(make)).name}) "
+        f"| [{make.__name__.replace('_', ' ')}](../../tests/tasks/{Path(inspect.getfile(make)).name}) "
         f"| {(make.__doc__ or '').splitlines()[0].rstrip('.')} |"
         for make in makers
     )
     return f"""# Tasks
 
-Forty programs of published kinds. [tests/tasks](../tests/tasks) has the model, the plain JAX script for one device and
-the task of spmdkit of each. Losses, parameters and optimizer state equal those of the plain script to
+Forty programs of published kinds. [tests/tasks](../../tests/tasks) has the model, the plain JAX script for one device
+and the task of spmdkit of each. Losses, parameters and optimizer state equal those of the plain script to
 {TOLERANCE:.0e} (relative, float32) on one device, {{data: 4}}, {{data: 2, fsdp: 2}} and {{data: 2, tensor: 2}}.
 The page is written by `python -m tests.support.tasks`.
 
 `verify` reports {{data: 4}}, {{data: 2, fsdp: 2}}, {{data: 2, tensor: 2}} and two microbatches on {{data: 4}} as equal
 to one device for every task (all eighteen optimizers, both phases of `two phases`): three steps of 16 rows, float32,
-without mutants ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)).
+without mutants ([tests/verify/test_verify_tasks.py](../../tests/verify/test_verify_tasks.py)).
 
 | task | description |
 | --- | --- |

@@ -1,6 +1,6 @@
 """Case runners of the natural programs of tests/tasks, and their results on `verify`'s mutants.
 
-python -m tests.support.verified_tasks --write    every mutant on every task -> docs/mutants.md
+python -m tests.support.verified_tasks --write    every mutant on every task -> docs/development/mutants.md
 python -m tests.support.verified_tasks mlm_nsp    on one
 """
 
@@ -20,7 +20,7 @@ from tests.support.optax_promotion import let_optax_promote
 from tests.support.tasks import natural_task, task_names
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "mutants.md"
+PAGE = ROOT / "docs" / "development" / "mutants.md"
 DEVICES, BATCH, STEPS = 4, 16, 3
 MISSED = "NOT CAUGHT"
 CAUGHT = "caught by "
@@ -53,10 +53,10 @@ def mutants_of(name: str) -> dict[str, str]:
 HEAD = """# Mutants on forty tasks
 
 `python -m tests.support.verified_tasks --write` writes this page. It runs every mutant of `verify` on every task of
-[tests/tasks](../tests/tasks), on four devices in three steps of 16 rows, float32. A mutant is not applicable to a task
-that does not use what it changes; the report of `verify` states the reason. A mutant that is not caught fails a test
-([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)). Mutants that are applicable to none of
-these tasks are caught on others ([tests/verify/test_verify_mutants.py](../tests/verify/test_verify_mutants.py)).
+[tests/tasks](../../tests/tasks), on four devices in three steps of 16 rows, float32. A mutant is not applicable to a
+task that does not use what it changes; the report of `verify` states the reason. A mutant that is not caught fails a
+test ([tests/verify/test_verify_tasks.py](../../tests/verify/test_verify_tasks.py)). Mutants that are applicable to none
+of these tasks are caught on others ([tests/verify/test_verify_mutants.py](../../tests/verify/test_verify_mutants.py)).
 
 """
 

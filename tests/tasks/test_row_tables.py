@@ -1,4 +1,5 @@
-"""docs/rows.md has the present table of every task and example, and no loss or metric in it is mixed across rows."""
+"""docs/development/rows.md has the present table of every task and example, and no loss or metric in it is mixed across
+rows."""
 
 import pytest
 

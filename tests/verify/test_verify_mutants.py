@@ -164,11 +164,12 @@ def test_clipping_by_shard_is_caught_beside_frozen_leaves():
 
 
 def test_page_has_the_reasons_of_the_program():
-    """docs/verify.md is written from docs/verify.json; a reason there is one that `verify` says today, of the task as
+    """docs/measured/verify.md is written from verify.json; a reason there is one that `verify` reports of the task as
     it is now."""
-    page = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
+    measured = ROOT / "docs" / "measured"
+    page = (measured / "verify.md").read_text(encoding="utf-8")
     nothing = TaskFacts(num_devices=8, uses=frozenset(), gradient_norm=1.0)
-    for name, sweeps in json.loads((ROOT / "docs" / "verify.json").read_text(encoding="utf-8"))["configs"].items():
+    for name, sweeps in json.loads((measured / "verify.json").read_text(encoding="utf-8"))["configs"].items():
         found = next(iter(sweeps.values()))
         tried, not_tried = found["mutants"], found["not_applicable"]
         assert {*tried, *not_tried} <= {mutant.name for mutant in MUTANTS}, name

@@ -393,7 +393,7 @@ TABLE: dict[str, Rule] = {
     "base_config": automatic("its settings are read if it is in this folder; those of base.yml are known"),
     "override_model_config": automatic("task_args take precedence"),
     "reuse_example_batch": automatic("for measurements of MaxText; the task defines its data"),
-    "target_eval_loss": lost_if_set("training ends at this loss: a hook of yours returns sk.Stop, docs/adding.md"),
+    "target_eval_loss": lost_if_set("training ends at this loss: a hook of yours returns sk.Stop"),
     "training_objective": when(
         lambda v: v == "causal_lm", automatic("the loss is the task's"), lost("another loss: write it in the task")
     ),
