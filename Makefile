@@ -39,8 +39,10 @@ extras: packages jobs docs
 packages: $(EXTRAS)/.test
 	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m '(tpu or gpu or storage or ray or streams or trackers or transformers) and not slow' --numprocesses 2 --dist loadfile
 
-# The site in build/docs/index.html, without a network.
+# The site in build/docs/index.html, without a network, and the test of each
+# of its commands, snippets and notebooks.
 docs: site
+	$(BOUND) 900 $(EXTRAS)/bin/python -m pytest -m 'slow or not slow' --numprocesses 2 tests/docs
 
 site: $(EXTRAS)/.test
 	$(BOUND) 300 $(EXTRAS)/bin/python -m sphinx -q -W --keep-going -j 2 -b html docs build/docs

@@ -1,0 +1,207 @@
+"""The pages of the site: their blocks, prose and headings, and a runner of the blocks.
+
+A fenced block runs in the order of the page, in the page's folder:
+
+- `bash`: in one shell environment, exports included; a last line `# exit code 78` states another code than 0.
+- `python`: in one Python session; a first line `# NAME.py` writes the file instead.
+- `yaml`: a first line `# NAME.yaml` writes the file; another block is an excerpt.
+- `text` after a `bash` or `python` block: its lines appear in the output in this order. Numbers, paths and spaces may
+  differ, and `...` stands for any lines.
+
+A first line `# not run: REASON`, or a comment `<!-- not run: REASON -->` above, excludes a block. A comment
+`<!-- run: COMMAND -->` runs a command that readers do not see. Blocks of other languages, and directives
+(`{code-block}`), do not run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+BLOCK_TIMEOUT_S = 240
+
+_FENCE = re.compile(
+    r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?"
+    r"^(?P<fence>`{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=fence)\s*?$"
+    r"|^<!-- run: (?P<hidden>.+?) -->$",
+    re.MULTILINE | re.DOTALL,
+)
+_FILE = re.compile(r"# ([\w/.-]+\.(?:py|yaml))\n")
+_NOT_RUN = re.compile(r"# not run: (.+)\n")
+_EXIT_CODE = re.compile(r"# exit code (\d+)\s*$")
+_SESSION = """
+import contextlib, io, json, sys, traceback
+sys.path.insert(0, "")
+names, replies = {"__name__": "__main__"}, sys.stdout
+for line in sys.stdin:
+    output, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            exec(compile(json.loads(line), "<page>", "exec"), names)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    print(json.dumps([code, output.getvalue()]), file=replies, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, text and line on the page, and why it is not run."""
+
+    language: str
+    text: str
+    line: int
+    not_run: str | None = None
+
+    @property
+    def file(self) -> str | None:
+        """Returns the name of the file that the block writes, if it does."""
+        found = _FILE.match(self.text)
+        return found[1] if found and self.language in ("python", "yaml") else None
+
+    @property
+    def runs(self) -> bool:
+        return self.language in ("bash", "python") and not self.file and self.not_run is None
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """Yields the blocks of a page; a hidden command is a `bash` block."""
+    for found in _FENCE.finditer(text):
+        line = text.count("\n", 0, found.start()) + 1
+        if found["hidden"]:
+            yield Block("bash", found["hidden"] + "\n", line)
+            continue
+        reason = found["reason"] or (_NOT_RUN.match(found["text"]) or [None, None])[1]
+        yield Block(found["language"].strip(), found["text"], line, reason)
+
+
+def prose(text: str) -> str:
+    """Returns a page without front matter, blocks, comments, tables and headings."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+    text = re.sub(r"^( *)(`{3,}|:{3,})[^\n]*\n.*?^ *\2 *$", "\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    return re.sub(r"^( *\||#| {4,}\S|\[[^\]]+\]: ).*$", "", text, flags=re.MULTILINE)
+
+
+def sentences(text: str) -> list[int]:
+    """Returns the number of words of each sentence of a page's prose. An item of a list ends a sentence."""
+    plain = re.sub(r"\]\([^)]*\)", "]", prose(text))
+    plain = re.sub(r"`[^`]*`", "code", plain)
+    parts = re.split(r"(?<=[.?!])\s+|\n\s*\n|\n\s*(?:[-*]|\d+\.)\s", plain)
+    counts = [len(re.findall(r"[\w'/-]*[A-Za-z][\w'/-]*", part)) for part in parts]
+    return [count for count in counts if count]
+
+
+def output_shape(text: str) -> list[str]:
+    """Returns the lines of an output without what differs between runs: numbers, paths, bars and spaces."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", text)
+    text = re.sub(r"(?<![\w.])[~.]?/[\w./+-]+", "PATH", text)
+    text = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "0", text)
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def missing_line(expected: str, output: str) -> str | None:
+    """Returns the first line of `expected` that `output` does not have, in order; None if it has all of them."""
+    lines = iter(output_shape(output))
+    for line in output_shape(expected):
+        if line != "..." and line not in lines:
+            return line
+    return None
+
+
+class Page:
+    """Runs the blocks of a page in a folder.
+
+    Args:
+        folder: an empty folder, or that of the previous page of a tutorial.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._session: subprocess.Popen[str] | None = None
+        self._exports = folder / ".exports"
+        self._environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SPMDKIT_", "JAX_", "XLA_", "PYTEST", "NPROC"))
+        } | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "SPMDKIT": str(ROOT),
+            "SPMDKIT_COMPILE_CACHE": str(folder / ".cache"),
+            "JAX_PLATFORMS": "cpu",
+            "COLUMNS": "160",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+
+    def run(self, text: str, name: str) -> None:
+        """Runs all blocks of a page; an AssertionError names the line of the block that fails."""
+        output = ""
+        try:
+            for block in blocks(text):
+                where = f"{name}:{block.line}"
+                if block.file:
+                    (self.folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+                    (self.folder / block.file).write_text(block.text)
+                elif block.runs:
+                    expected = int((_EXIT_CODE.search(block.text) or [0, 0])[1])
+                    code, output = (self._bash if block.language == "bash" else self._python)(block.text)
+                    assert code == expected, f"{where}: exit code {code}, expected {expected}\n{output[-3000:]}"
+                elif block.language == "text" and block.not_run is None:
+                    missing = missing_line(block.text, output)
+                    assert missing is None, f"{where}: no line of the output is\n{missing}\nbut\n{output[-3000:]}"
+        finally:
+            if self._session:
+                self._session.kill()
+                self._session.communicate()
+
+    def _bash(self, text: str) -> tuple[int, str]:
+        script = (
+            f'[ ! -e {self._exports} ] || . {self._exports}; trap "export -p > {self._exports}" EXIT\n'
+            f"set -e -o pipefail\n{text}"
+        )
+        process = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=self.folder,
+            env=self._environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=BLOCK_TIMEOUT_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.returncode, output
+
+    def _python(self, text: str) -> tuple[int, str]:
+        if self._session is None:
+            self._session = subprocess.Popen(
+                [sys.executable, "-c", _SESSION],
+                cwd=self.folder,
+                env=self._environment,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        assert self._session.stdin and self._session.stdout
+        self._session.stdin.write(json.dumps(text) + "\n")
+        self._session.stdin.flush()
+        while line := self._session.stdout.readline():
+            if line.startswith("["):
+                code, output = json.loads(line)
+                return code, output
+        return self._session.wait(), "the Python session ended"
