@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import os
@@ -35,6 +36,7 @@ def op_name_of(module: Module, instruction: Instruction) -> str:
     return "" if near is None else near.op_name
 
 
+@functools.lru_cache(maxsize=10_000)
 def line_of(frames: tuple[Frame, ...]) -> str | None:
     """Returns the line to show for a stack (innermost first), or None for an empty one."""
     inside = list(itertools.takewhile(lambda f: not (_is_ours(f) and f.function.startswith(_STEP)), frames))

@@ -45,7 +45,7 @@ class Shape:
         """Number of elements."""
         return math.prod(self.dims)
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         """Bytes of the elements, without padding."""
         return (self.size * bits(self.dtype) + 7) // 8
@@ -304,7 +304,7 @@ def parse(text: str) -> Module:
 def _instruction(line: str, head: re.Match[str], computation: str, index: int) -> Instruction:
     start = head.end()
     end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
-    shapes = tuple(_shapes(line[start:end]))
+    shapes = _shapes(line[start:end])
     opcode = _OPCODE.match(line, end)
     assert opcode, f"no opcode in HLO line {line[:200]}"
     close = _closing(line, opcode.end() - 1)
@@ -327,9 +327,12 @@ def _closing(line: str, start: int) -> int:
     raise AssertionError(f"unbalanced parentheses in HLO line {line[:200]}")
 
 
-def _shapes(text: str) -> Iterator[Shape]:
-    for dtype, dims, layout in _SHAPE.findall(text):
-        yield Shape(dtype, tuple(int(n.replace("<=", "")) for n in dims.split(",") if n.strip()), layout)
+@functools.lru_cache(maxsize=10_000)
+def _shapes(text: str) -> tuple[Shape, ...]:
+    return tuple(
+        Shape(dtype, tuple(int(n.replace("<=", "")) for n in dims.split(",") if n.strip()), layout)
+        for dtype, dims, layout in _SHAPE.findall(text)
+    )
 
 
 def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
