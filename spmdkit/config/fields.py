@@ -8,6 +8,7 @@ with a custom text. wording.py adds the position, the value and the repair.
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, get_args
@@ -87,6 +88,11 @@ def _axis_size(value: int) -> int:
     if value == 0 or value < -1:
         raise InvalidValue("at least 1, or -1 to fill with the remaining devices", "-1")
     return value
+
+
+def _path_text(value: Any) -> Any:
+    """Returns the text of a `pathlib.Path`, such as `Result.run_dir`; other values unchanged."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _file_name(value: str) -> str:
@@ -204,7 +210,7 @@ Flag = bool
 Name = Annotated[str, Field(min_length=1)]
 TaskName = Annotated[str, Field(min_length=1, examples=["my_task.py:task"])]
 Bucket = Annotated[str, AfterValidator(_bucket), Field(examples=["gs://my-bucket/runs/first"])]
-FileName = Annotated[str, AfterValidator(_file_name), Field(examples=["runs/first"])]
+FileName = Annotated[str, BeforeValidator(_path_text), AfterValidator(_file_name), Field(examples=["runs/first"])]
 AxisSize = Annotated[int, Field(le=INT32_MAX, examples=[-1]), AfterValidator(_axis_size)]
 Pattern = Annotated[str, Field(min_length=1), AfterValidator(_pattern)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float64"], BeforeValidator(_no_float16)]

@@ -48,7 +48,7 @@ def test_each_model_of_a_sweep_has_its_directory(folder):
     results = [sk.train(task=make_task(), learning_rate=rate, **SETTINGS) for rate in rates]
     assert [r.run_dir for r in results] == [folder / "runs" / f"run-{n}" for n in (1, 2, 3)]
     assert len({float(r.state.params["w"][0]) for r in results}) == 3 and not any(r.already_finished for r in results)
-    again = sk.train(task=make_task(), learning_rate=0.1, run_dir=str(results[1].run_dir), **SETTINGS)
+    again = sk.train(task=make_task(), learning_rate=0.1, run_dir=results[1].run_dir, **SETTINGS)
     assert again.already_finished and (again.state.params["w"] == results[1].state.params["w"]).all()
 
 
