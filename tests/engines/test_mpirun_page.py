@@ -1,4 +1,4 @@
-"""The script of docs/launch/mpirun.md, with a program in place of mpirun."""
+"""The script of docs/howto/clusters/mpirun.md, with a program in place of mpirun."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 
 from spmdkit.errors import FINAL
 
-PAGE = Path(__file__).parents[2] / "docs/launch/mpirun.md"
+PAGE = Path(__file__).parents[2] / "docs/howto/clusters/mpirun.md"
 MPIRUN = """#!/bin/bash
 trap 'exit 42' USR1
 echo start >> starts
@@ -24,7 +24,7 @@ exit $code
 @pytest.fixture
 def script(tmp_path):
     """Starts the script with these results of mpirun."""
-    text = PAGE.read_text().split("```bash\n")[2].split("```")[0].replace("sleep 1", "sleep 0.01")
+    text = PAGE.read_text().split("```bash\n")[3].split("```")[0].replace("sleep 1", "sleep 0.01")
     (tmp_path / "script").write_text(text)
     (tmp_path / "mpirun").write_text(MPIRUN)
     (tmp_path / "mpirun").chmod(0o755)

@@ -1,5 +1,5 @@
 """Programs of tests/user_programs: each as plain JAX (before.py) and under spmdkit (after.py, run.yaml), their
-differences, and docs/bring_your_program.md.
+differences, and docs/coming_from/parallel_jax.md.
 
 `python -m tests.support.user_programs` writes the blocks of the page between markers.
 """
@@ -28,7 +28,7 @@ from spmdkit.program.program import Program
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "user_programs"
-PAGE = ROOT / "docs" / "bring_your_program.md"
+PAGE = ROOT / "docs" / "coming_from" / "parallel_jax.md"
 MESHES: dict[str, dict[str, int]] = {
     "one": {},
     "data 4": {"data": 4},
@@ -162,18 +162,18 @@ def table(name: str) -> str:
     before = (FOLDER / name / "before.py").read_text().rstrip()
     return (
         f"<table><tr><th>before</th><th>under spmdkit: {len(changed_lines(name))} lines</th></tr>\n{cells}</table>\n\n"
-        f"```yaml\n{config}\n```\n\n"
-        f"<details><summary>The whole program before</summary>\n\n```python\n{before}\n```\n\n</details>"
+        f"```{{code-block}} yaml\n{config}\n```\n\n"
+        f"<details><summary>The whole program before</summary>\n\n```{{code-block}} python\n{before}\n```\n\n</details>"
     )
 
 
 def _block(lines: list[str]) -> str:
     text = "\n".join(lines).strip("\n")
-    return f"```python\n{text}\n```" if text else ""
+    return f"```{{code-block}} python\n{text}\n```" if text else ""
 
 
 def page() -> str:
-    """Returns docs/bring_your_program.md with current blocks."""
+    """Returns docs/coming_from/parallel_jax.md with current blocks."""
     block = lambda found: f"<!-- {found[1]} -->\n\n{table(found[1])}\n\n<!-- end -->"
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", block, PAGE.read_text(), flags=re.DOTALL)
 

@@ -4,7 +4,7 @@ process.
 The rendered driver runs on a machine of the cluster. It sets the rank of each process (SPMDKIT_*; process 0 is on the
 host of the first bundle). When a process fails, it restarts all with new actors: always after 42, otherwise up to
 `--max-restarts` times. Ray's `max_restarts` restarts a single actor, which cannot join the others. ray.train's
-JaxTrainer cannot run a command: no signals, no exit codes (cluster/environments/ray.py, docs/launch/ray.md).
+JaxTrainer cannot run a command: no signals, no exit codes (cluster/environments/ray.py, docs/howto/clusters/ray.md).
 Source: Ray 2.60, ray/train/v2/jax/config.py; docs.ray.io/en/latest/ray-core/scheduling/placement-group.html.
 """
 
