@@ -2,7 +2,7 @@
 imports no other package.
 
 All imports count, also those inside functions and those for type checking. A package is a module or a folder of
-`spmdkit/`. `python tests/core/test_layers.py --write` writes the layers to ARCHITECTURE.md.
+`spmdkit/`. `python tests/core/test_layers.py --write` writes the layers to docs/why/code.md.
 """
 
 import ast
@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "spmdkit"
-PAGE = ROOT / "ARCHITECTURE.md"
+PAGE = ROOT / "docs/why/code.md"
 
 SERVICES = ("config", "cluster", "faults", "checkpoint", "metrics", "launch", "communication")
 ALLOWED = {("launch", "cluster.service")}
@@ -97,7 +97,7 @@ def layers():
 
 
 def table():
-    """Returns the layers as ARCHITECTURE.md shows them."""
+    """Returns the layers as docs/why/code.md shows them."""
     found = layers()
     shown = {name: f"{name}/" if (PACKAGE / name).is_dir() else name for name in found}
     rows = [(n, sorted(shown[r] for r in found if found[r] == n)) for n in range(max(found.values()) + 1)]

@@ -73,7 +73,7 @@ def test_documented_bytes_match_the_compiled_program(home):
 
 
 def test_page_lists_all_unchecked_shard_maps():
-    """An island that needs it has a row in ARCHITECTURE.md, with the reason and what proves the rest. In ops there is
+    """An island that needs it has a row in docs/why/code.md, with the reason and what proves the rest. In ops there is
     none."""
 
     def turns_off(node):
@@ -88,7 +88,7 @@ def test_page_lists_all_unchecked_shard_maps():
         if turns_off(node)
     )
     rows = re.findall(
-        r"^\| `(spmdkit/[\w/]+\.py)` \| (\d+) \| (.{20,}) \|$", (ROOT / "ARCHITECTURE.md").read_text(), re.M
+        r"^\| `(spmdkit/[\w/]+\.py)` \| (\d+) \| (.{20,}) \|$", (ROOT / "docs/why/code.md").read_text(), re.M
     )
     assert {path: int(number) for path, number, _ in rows} == found
     assert not [path for path in found if path.startswith("spmdkit/ops/")]
