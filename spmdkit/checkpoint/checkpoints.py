@@ -96,9 +96,10 @@ class Checkpoints:
                     self.directory.mkdir(mode=files.FOLDER_MODE, parents=True, exist_ok=True)
                 remove_unfinished(self.directory)
             except OSError as error:
-                raise ConfigError(
+                raise files.write_error(
+                    error,
                     f"checkpoints go to {self.directory}, which cannot be used ({records.first_line(error)}). "
-                    "It must be a folder with write permission. Set run_dir to one."
+                    "It must be a folder with write permission and free space. Set run_dir to one.",
                 ) from error
 
     def steps(self) -> list[int]:

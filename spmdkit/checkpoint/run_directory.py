@@ -28,7 +28,8 @@ def prepare_run_dir(run_dir: Path | str) -> Path:
     """Creates the directory and writes a temporary file to it; returns its absolute path.
 
     Raises:
-        ConfigError: it cannot be created or written (below a file, no permission, read-only or full disk).
+        ConfigError: it cannot be created or written (below a file, no permission, read-only disk).
+        CheckpointWriteError: the disk is full.
     """
     path = Path(run_dir).absolute()
     try:
@@ -38,9 +39,10 @@ def prepare_run_dir(run_dir: Path | str) -> Path:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise ConfigError(
+        raise files.write_error(
+            error,
             f"run_dir is {path}, which cannot be written ({first_line(error)}). A run needs its own folder "
-            "with write permission. Set run_dir to one."
+            "with write permission and free space. Set run_dir to one.",
         ) from error
     return path
 
@@ -62,18 +64,18 @@ def run_lock(run_dir: Path | str) -> Iterator[None]:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         except OSError as error:
-            raise ConfigError(
-                f"the lock {path} cannot be opened ({first_line(error)}). It must be a plain file, no link. Remove it."
-            ) from error
+            text = f"the lock {path} cannot be opened ({first_line(error)}). It must be a plain file, no link. Remove it."
+            raise files.write_error(error, text) from error
         stack.callback(os.close, descriptor)
         try:
             _lock(descriptor, folder)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(ownership.this_owner()).encode(), 0)
         except OSError as error:
-            raise ConfigError(
+            raise files.write_error(
+                error,
                 f"the lock {path} cannot be taken ({first_line(error)}). The file system of run_dir must offer flock. "
-                "Set run_dir on another one."
+                "Set run_dir on another one.",
             ) from error
         # The file is not deleted: otherwise two runs could lock two files with the same name.
         stack.callback(os.ftruncate, descriptor, 0)

@@ -13,9 +13,10 @@ from typing import Any
 
 from spmdkit.errors import ExitCode, is_runtime
 from spmdkit.foundation.exhausted_memory import is_exhausted
+from spmdkit.foundation.files import NO_ROOM
 from spmdkit.foundation.formatting import format_bytes
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EPIPE)
+NOT_WRITTEN = (*NO_ROOM, errno.EROFS, errno.EPIPE)
 
 _CALLBACK = re.compile(
     r"(?:CpuCallback|callback)[^\n]*error calling callback|error calling callback|Python callback (?:raised|failed)",
@@ -126,7 +127,7 @@ def _describe_os_error(error: BaseException) -> tuple[int, str] | None:
     if error.filename is None and not any(map(prints, frames[-3:])):
         return None
     what = "standard output" if error.filename is None else str(error.filename)
-    code = ExitCode.NOT_WRITTEN if error.errno in NO_ROOM else ExitCode.CONFIG
+    code = ExitCode.NOT_WRITTEN if error.errno in NOT_WRITTEN else ExitCode.CONFIG
     return code, (
         f"{what[:300]} cannot be used: {error.strerror} (error {error.errno}). spmdkit needs access to it. "
         "Fix the permissions, free some space, or choose another path."

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from spmdkit.errors import CheckpointWriteError, ConfigError
+from spmdkit.errors import CheckpointWriteError, ConfigError, SpmdkitError
 
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 """The folder of spmdkit, to separate its frames in a traceback from the user's frames."""
@@ -27,6 +27,8 @@ _PARTIAL = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.partial")
 MAX_READ_BYTES = 2**31
 """Maximum size of a file that is read whole."""
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a full or failing disk, which a restart may not meet again."""
 FILE_MODE, FOLDER_MODE = 0o640, 0o750
 """Maximum permissions of a file or folder of a run."""
 
@@ -189,7 +191,7 @@ def digest_file(path: str | os.PathLike[str]) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Replaces `path` by `text` (UTF-8). Raises ConfigError if it cannot be written."""
+    """Replaces `path` by `text` (UTF-8). Raises `not_writable` if it cannot be written."""
     try:
         replace(path, text.encode("utf-8", errors="replace"))
     except OSError as error:
@@ -197,7 +199,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Replaces `path` by `value` as indented strict JSON. Raises ConfigError if it cannot be written."""
+    """Replaces `path` by `value` as indented strict JSON. Raises `not_writable` if it cannot be written."""
     write_text(path, json.dumps(strict_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
@@ -228,13 +230,19 @@ def strict_json(value: Any) -> Any:
     return value
 
 
-def not_writable(path: Path, error: OSError) -> ConfigError:
+def not_writable(path: Path, error: OSError) -> SpmdkitError:
     """Returns the error for a run's file that cannot be written."""
-    return ConfigError(
+    return write_error(
+        error,
         f"{path}: cannot be written: {error.strerror or error} (error {error.errno}). A run needs a writable folder "
         "with space for its files; earlier files are intact. Free space or fix the permissions, or set run_dir to "
-        "another folder, and start the same command again."
+        "another folder, and start the same command again.",
     )
+
+
+def write_error(error: OSError, text: str) -> SpmdkitError:
+    """Returns the error `text`: a full or failing disk ends with the exit code of a failed save, in every phase."""
+    return (CheckpointWriteError if error.errno in NO_ROOM else ConfigError)(text)
 
 
 def not_written(path: Path, error: OSError) -> CheckpointWriteError:

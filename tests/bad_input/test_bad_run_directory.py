@@ -174,4 +174,4 @@ def test_a_disk_without_a_single_byte(folder, small_disk):
             pass
     folder.write()
     found = ("cannot be written", "[Errno 28] No space left on device")
-    folder.fails(78, Parts("disk/run", found, "its own folder", "Set run_dir"))
+    folder.fails(74, Parts("disk/run", found, "its own folder", "Set run_dir"))

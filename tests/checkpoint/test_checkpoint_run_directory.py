@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spmdkit.checkpoint import prepare_run_dir, run_lock
-from spmdkit.errors import ConfigError
+from spmdkit.errors import CheckpointWriteError, ConfigError
 
 WORKER = Path(__file__).parent / "checkpoint_worker.py"
 
@@ -35,7 +35,7 @@ def test_a_full_disk_is_told_at_the_start(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ConfigError, match="No space left on device"):
+    with pytest.raises(CheckpointWriteError, match="run_dir is .*No space left on device"):
         prepare_run_dir(tmp_path)
 
 

@@ -1,12 +1,13 @@
 """Files are there whole or not at all."""
 
+import errno
 import os
 import stat
 
 import numpy as np
 import pytest
 
-from spmdkit.errors import ConfigError
+from spmdkit.errors import CheckpointWriteError, ConfigError
 from spmdkit.foundation import files
 
 
@@ -22,6 +23,17 @@ def test_an_exception_leaves_the_old_file(tmp_path, is_folder):
 def test_a_missing_folder_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="none/f: cannot be written: No such file"):
         files.write_text(tmp_path / "none" / "f", "text")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_full_disk_is_a_failed_write_and_no_config_error(tmp_path, number, monkeypatch):
+    def full(*arguments, **keywords):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files, "replace", full)
+    for write in (files.write_text, files.write_json):
+        with pytest.raises(CheckpointWriteError, match=f"f: cannot be written: {os.strerror(number)}"):
+            write(tmp_path / "f", "text")
 
 
 def test_a_file_or_folder_appears_whole(tmp_path):
