@@ -64,7 +64,9 @@ def run_lock(run_dir: Path | str) -> Iterator[None]:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         except OSError as error:
-            text = f"the lock {path} cannot be opened ({first_line(error)}). It must be a plain file, no link. Remove it."
+            text = (
+                f"the lock {path} cannot be opened ({first_line(error)}). It must be a plain file, no link. Remove it."
+            )
             raise files.write_error(error, text) from error
         stack.callback(os.close, descriptor)
         try:

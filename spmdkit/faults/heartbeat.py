@@ -13,7 +13,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spmdkit.foundation.phase import EVALUATION, READING, WAITING
-from spmdkit.foundation.timeouts import FIRST_BATCH_TIMEOUT_S, MIN_STEP_TIMEOUT_S, STRAGGLER_WINDOW_S
+from spmdkit.foundation.timeouts import (
+    FIRST_BATCH_TIMEOUT_S,
+    HEARTBEAT_INTERVAL_S,
+    MIN_STEP_TIMEOUT_S,
+    STRAGGLER_WINDOW_S,
+)
 
 STEP = "step"
 SERVICE_LOST = (
@@ -54,11 +59,17 @@ class Beat:
     callback: str = ""  # the line of user code in which a callback of the step is
     passed_s: float = 0.0  # seconds since `hooks_passed` changed
     requested: str = ""  # the action that `hook` requested of all processes, until they perform it
+    in_jax: bool = False  # in the step or an evaluation for a second: the training thread waits in jax, for devices
 
     @property
     def works(self) -> bool:
         """Whether it is not waiting for other processes."""
         return self.phase not in (STEP, WAITING)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is in an evaluation, and not in jax, for a second."""
+        return self.phase == EVALUATION and not self.in_jax and self.phase_s > HEARTBEAT_INTERVAL_S
 
     @property
     def overdue(self) -> bool:
@@ -124,10 +135,10 @@ LIMIT_OF = {
 def blocking_processes(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int, ...]:
     """Returns the processes that block the job, none while the job may still continue.
 
-    A process that works and exceeds its limit blocks the others; in an evaluation only the reading process does. In the
-    step all processes wait for each other. There the job hangs when all of them exceed the limit. The processes at
-    fault are those without a heartbeat, otherwise those in a callback, otherwise those at the lowest step, in it or
-    waiting before it.
+    A process that works and exceeds its limit blocks the others; in an evaluation only the reading process does, or the
+    one that is not in jax. In the step all processes wait for each other. There the job hangs when all of them exceed
+    the limit. The processes at fault are those without a heartbeat, otherwise those in a callback, otherwise those at
+    the lowest step, in it or waiting before it; if some of them are in jax, the others.
     """
     reads = {p for p, b in beats.items() if b.phase == EVALUATION and b.detail == READING}
     over = [
@@ -135,6 +146,8 @@ def blocking_processes(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> 
         for p, b in beats.items()
         if b.works and b.overdue and not (reads and b.phase == EVALUATION and p not in reads)
     ]
+    if any(beats[p].phase == EVALUATION and beats[p].in_jax for p in over):  # these wait for one that is elsewhere
+        over = [p for p, b in beats.items() if b.is_elsewhere] or over
     if over:
         return tuple(sorted(over))
     in_step = {p: b for p, b in beats.items() if b.phase == STEP}
@@ -144,7 +157,8 @@ def blocking_processes(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> 
     if suspects := sorted(set(quiet) & set(beats)) or sorted(in_callback):
         return tuple(suspects)
     least = min(b.step for b in beats.values())
-    return tuple(sorted(p for p, b in beats.items() if b.step == least))
+    last = sorted(p for p, b in beats.items() if b.step == least)
+    return tuple([p for p in last if not beats[p].in_jax] or last)
 
 
 class OneSidedHooks:

@@ -21,6 +21,7 @@ MONITOR_THREADS = tuple(f"spmdkit-{name}" for name in ("watch", "beat", "last", 
 
 CALLBACK_FRAME = re.compile(r"[/\\]jax[/\\]_src[/\\](pure_callback|io_callback|callback|debugging)\.py:")
 """The frames in which JAX calls a callback (jax 0.10.2 to 0.12)."""
+JAX_FRAME = re.compile(r"[/\\]jax[/\\](_src|experimental)[/\\]")
 
 
 def stacks(main: int | None) -> str:
@@ -46,6 +47,12 @@ def user_line(thread: int | None) -> str:
     lines = [(f.filename, f.lineno) for f in traceback.extract_stack(frame)] if frame is not None else []
     own = [f" at {file}:{line}" for file, line in lines if not is_runtime(file)]
     return own[-1] if own else ""
+
+
+def in_jax(thread: int | None) -> bool:
+    """Returns whether the innermost Python code of a thread is jax, which waits there for its devices."""
+    frame = sys._current_frames().get(thread or 0)
+    return frame is not None and JAX_FRAME.search(frame.f_code.co_filename) is not None
 
 
 def callback_line() -> str:

@@ -208,6 +208,7 @@ class Watchdog:
         return Beat(
             *(place.phase, place.detail, place.step, since, limit, spent),
             *(hook, passed, callback, passed_s, requested),
+            place.phase in (STEP, phase.EVALUATION) and since > HEARTBEAT_INTERVAL_S and stacks.in_jax(self._main),
         )
 
     def _judge(self, now: float) -> None:
@@ -346,7 +347,8 @@ class Watchdog:
             shown = "\n\n".join(f"process {p}, {traces[p]}" for p in blamed_first)
         with suppress(Exception):
             self.record_end(verdict["code"], text, shown)
-        exit_handler.write_message(verdict["code"], text, verdict["processes"], shown)
+        # A process without the service may itself be cut off: it names no other, so that another's report counts.
+        exit_handler.write_message(verdict["code"], text, [] if unreachable else verdict["processes"], shown)
         self._stopped.set()
         if self._board is not None and self._num > 1 and not unreachable:
             self._report_exit(verdict["code"], text)

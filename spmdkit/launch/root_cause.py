@@ -49,7 +49,8 @@ def cause(exits: list[Exit]) -> Exit | None:
     """Returns the process that failed first, or None when all returned 0.
 
     Strongest evidence first: it wrote its own error; it died by a signal other than 6 (JAX aborts by 6 when a *peer*
-    dies); it returned another code; it stopped on request; it reported a lost peer; it aborted; the launcher ended it.
+    dies); it returned another code; it stopped on request; it reported a lost peer; it lost the coordination service,
+    without a peer to name; it aborted; the launcher ended it.
     """
     failed = [e for e in exits if e.code != 0]
     return min(failed, key=_weakness) if failed else None
@@ -72,13 +73,13 @@ def _weakness(e: Exit) -> tuple[int, bool, float, int]:
     if e.assigned_code is not None:
         rank = 0
     elif e.ended_by_us:
-        rank = 6
+        rank = 7
     elif e.code == ExitCode.PREEMPTED:
         rank = 3
     elif e.message is not None:
-        rank = 4 if e.code == ExitCode.PEER_LOST else 0
+        rank = 0 if e.code != ExitCode.PEER_LOST else 4 if e.blamed else 5
     elif e.code == ABORTED:
-        rank = 5
+        rank = 6
     else:
         rank = 1 if e.status < 0 else 2
     return rank, bool(e.blamed) and e.process not in e.blamed, e.time, e.order

@@ -35,7 +35,7 @@ def test_a_full_disk_is_told_at_the_start(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointWriteError, match="run_dir is .*No space left on device"):
+    with pytest.raises(CheckpointWriteError, match=r"run_dir is .*No space left on device"):
         prepare_run_dir(tmp_path)
 
 

@@ -1,10 +1,14 @@
 """What is concluded from beats, without a process and without a clock."""
 
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from spmdkit.errors import RendezvousError
+from spmdkit.faults import stacks
+from spmdkit.faults import watchdog as watchdog_module
 from spmdkit.faults.heartbeat import (
     Beat,
     Limits,
@@ -22,6 +26,7 @@ from spmdkit.faults.heartbeat import (
 from spmdkit.faults.watchdog import Watchdog
 from spmdkit.foundation import phase
 from spmdkit.foundation.clock import RunningClock
+from spmdkit.foundation.deadline import Deadline
 from spmdkit.run.hooks.watchdog import make
 
 LIMITS = Limits(
@@ -41,6 +46,10 @@ def beat(phase, phase_s, limit_s=10.0, step=812, detail="", spent=None, **fields
 def watchdog(board, process, num, now):
     timeouts = {"heartbeat_timeout_s": 30.0, "interpreter_timeout_s": None}
     return Watchdog(board, "w", process, num, LIMITS, **timeouts, exit_process=lambda code: None, clock=lambda: now[0])
+
+
+def in_jax(phase, phase_s, step=812):
+    return beat(phase, phase_s, step=step, in_jax=True)
 
 
 def reads(phase_s):
@@ -66,6 +75,12 @@ def test_beat_is_read_as_written():
         ("in the step the one who is behind", {0: beat("step", 11), 1: beat("step", 11, step=811)}, [], (1,)),
         ("in the step the one without a beat", {0: beat("step", 11), 1: beat("step", 11)}, [1], (1,)),
         ("in the step nobody stands out", {0: beat("step", 11), 1: beat("step", 11)}, [], (0, 1)),
+        ("in the step who is not in jax", {0: beat("step", 11), 1: in_jax("step", 12)}, [], (0,)),
+        ("in the step all are in jax", {0: in_jax("step", 11), 1: in_jax("step", 12)}, [], (0, 1)),
+        ("in the step one is behind, in jax", {0: beat("step", 11), 1: in_jax("step", 11, 811)}, [], (1,)),
+        ("in an evaluation who is not in jax", {0: beat("evaluation", 9), 1: in_jax("evaluation", 11)}, [], (0,)),
+        ("in an evaluation all are in jax", {0: in_jax("evaluation", 9), 1: in_jax("evaluation", 11)}, [], (1,)),
+        ("who has just arrived", {0: beat("evaluation", 0.5), 1: in_jax("evaluation", 11)}, [], (1,)),
         (
             "in the step the one in a callback",
             {0: beat("step", 11, callback=" at a.py:3"), 1: beat("step", 11)},
@@ -140,6 +155,50 @@ def test_silent_store_delays_all_deadlines():
     assert dog._lost(dog.clock.now) is None
     pass_(31.0)
     assert dog._lost(dog.clock.now) == {"code": 75, "processes": [1], "why": "silent"}
+
+
+@pytest.mark.parametrize(("why", "blamed"), [("unreachable", []), ("silent", [0])])
+def test_process_without_the_service_names_no_other(why, blamed, monkeypatch):
+    """It may be cut off itself."""
+    reports = []
+    monkeypatch.setattr(watchdog_module.exit_handler, "write_message", lambda *report: reports.append(report))
+    monkeypatch.setattr(watchdog_module.exit_handler.taken_over, "set", lambda: None)
+    dog = watchdog(SimpleNamespace(put=lambda *_, **__: None, entries=lambda folder: {}), 1, 2, [0.0])
+    dog._end({"code": 75, "processes": [0], "why": why})
+    ((code, text, named, _),) = reports
+    assert (code, named) == (75, blamed) and ("coordination service" in text) == (why == "unreachable")
+
+
+def test_beat_shows_whether_the_training_thread_waits_in_jax(monkeypatch):
+    monkeypatch.setattr(watchdog_module.stacks, "in_jax", lambda thread: thread == threading.get_ident())
+    now, shown = [0.0], []
+    dog = watchdog(None, 0, 1, now)
+    phase.begin()
+    for name, seconds in (("step", 2), ("evaluation", 2), ("hook", 2), ("step", 0.5)):
+        phase.enter(name, 5)
+        dog._beat()
+        for _ in range(4):
+            now[0] += seconds / 4
+            dog.clock.tick()
+        shown.append(dog._beat().in_jax)
+    phase.end()
+    assert shown == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("file", "is_in"), [("/lib/jax/_src/array.py", True), ("/lib/spmdkit/run/loop.py", False), ("/jax/a.py", False)]
+)
+def test_innermost_code_of_a_thread_is_that_of_jax(file, is_in):
+    lock, scope = threading.Lock(), {}
+    exec(compile("def wait(acquire): acquire()", file, "exec"), scope)
+    with lock:
+        thread = threading.Thread(target=scope["wait"], args=(lock.acquire,))
+        thread.start()
+        waits = lambda: sys._current_frames()[thread.ident].f_code.co_filename == file
+        Deadline(20).wait_for(waits, 0.01)
+        assert stacks.in_jax(thread.ident) is is_in
+    thread.join(20)
+    assert stacks.in_jax(thread.ident) is False and stacks.in_jax(None) is False
 
 
 def test_hang_report_names_every_phase():

@@ -29,6 +29,9 @@ PEER_LOST = {"status": 75, "message": "lost contact with another process", "time
         ([PEER_LOST, {"status": -9}], 1, 137),
         ([PEER_LOST, {"status": 1}], 1, 1),
         ([PEER_LOST, {"status": -6}], 0, 75),
+        # who cannot reach the service names no process, and may be cut off itself
+        ([{**PEER_LOST, "time": 3.0}, {**PEER_LOST, "blamed": (0,)}], 1, 75),
+        ([PEER_LOST, {**PEER_LOST, "time": 3.0}], 1, 75),
         # JAX aborts when a peer dies
         ([{"status": -6}, {"status": -11}], 1, 139),
         ([{"status": 134}, {"status": 1}], 1, 1),

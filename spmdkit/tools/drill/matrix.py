@@ -186,7 +186,7 @@ class Matrix:
             "process": cell.process,
             "detection_s": figure.get("detection_s"),
             "detected_by": figure.get("detected_by"),
-            "detection_limit_s": detection_limit_s(injection, self._config.watchdog),
+            "detection_limit_s": detection_limit_s(injection, self._config.watchdog, cell.num_processes),
             "named": figure.get("named"),
             "named_correctly": named_correctly(injection),
             "exit_code": figure.get("exit_code"),
@@ -255,16 +255,18 @@ def missed_goals(
     return missed
 
 
-def detection_limit_s(injection: InjectionResult | None, timeouts: Any) -> float | None:
+def detection_limit_s(injection: InjectionResult | None, timeouts: Any, num_processes: int = 2) -> float | None:
     """Returns the time in which a fault has to be detected; None if its kind has no limit. `timeouts`: the section
-    `watchdog` of the config."""
+    `watchdog` of the config. A hook of a single process has the limit of an evaluation."""
     if injection is None:
         return None
     fault = injection.fault
     if fault.kind in ("kill", "service"):
         return 0.0
     if fault.kind == "hang":
-        return float(getattr(timeouts, f"{TIMEOUT_OF[fault.phase or 'data']}_timeout_s"))
+        name = TIMEOUT_OF[fault.phase or "data"]
+        name = "evaluation" if name == "hook" and num_processes == 1 else name
+        return float(getattr(timeouts, f"{name}_timeout_s"))
     silent = fault.kind in ("stop", "partition", "partition-send")
     return float(timeouts.heartbeat_timeout_s) if silent else None
 

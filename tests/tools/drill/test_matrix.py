@@ -136,6 +136,8 @@ def test_process_at_fault_is_compared_with_the_named_one(kind, fields, named, tm
 
 def test_detection_limit_is_the_timeout_of_the_phase():
     limits = [matrix.detection_limit_s(injected(kind, phase=phase), TIMEOUTS) for kind, phase in LIMITS]
+    assert matrix.detection_limit_s(injected("hang", phase="hook"), TIMEOUTS, 2) == TIMEOUTS.hook_timeout_s
+    assert matrix.detection_limit_s(injected("hang", phase="hook"), TIMEOUTS, 1) == TIMEOUTS.evaluation_timeout_s
     names = ("save", "import", "step", "heartbeat")
     assert limits == [*(float(getattr(TIMEOUTS, f"{name}_timeout_s")) for name in names), 0.0, None, None]
 
