@@ -7,7 +7,7 @@
 Input: arrays of this process. Output: reduced or gathered arrays. Calls block until the other ranks make them, so they
 must be outside `jax.jit`. Ranks agree on each operation before data is sent. If the requests differ, every rank raises
 `HorovodInternalError` with the request of each rank. For new programs use `spmdkit train`, which reduces inside the
-compiled step. Differences from Horovod: docs/coming_from.md.
+compiled step. Differences from Horovod: docs/coming_from/horovod.md.
 """
 
 from __future__ import annotations
