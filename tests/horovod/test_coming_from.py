@@ -135,11 +135,11 @@ def test_six_horovod_steps_match_one_device(tmp_path, monkeypatch):
         np.testing.assert_allclose(saved[name], value, rtol=1e-5, err_msg=name)
 
 
-FRAMEWORKS = "accelerate ddp horovod keras levanter lightning maxtext supervisor tf_distribute".split()
+FRAMEWORKS = {"accelerate", "ddp", "horovod", "keras", "levanter", "lightning", "maxtext", "supervisor"}
 
 
 def test_every_framework_has_its_rows():
-    assert sorted({title.partition(":")[0] for title in ROWS}) == FRAMEWORKS
+    assert {title.partition(":")[0] for title in ROWS} == FRAMEWORKS | {"tf_distribute"}
     strategies = {title.partition(": ")[2].partition(" ")[0].rstrip(",") for title in ROWS if "tf_distribute" in title}
     names = ("OneDevice", "Mirrored", "CentralStorage", "MultiWorkerMirrored", "TPU", "ParameterServer")
     assert {f"{name}Strategy" for name in names} <= strategies
