@@ -7,6 +7,7 @@ and no directive for docstrings; Sphinx 9, MyST-NB 1.4 and the theme 1.4 were re
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from spmdkit.foundation.version import __version__
 
 DOCS = Path(__file__).parent.resolve()
 ROOT = DOCS.parent
+sys.path.insert(0, str(DOCS))
+
+import generate  # noqa: E402
 
 project = "spmdkit"
 author = "the spmdkit maintainers"
 release = version = __version__
 
 extensions = ["myst_nb", "sphinx_copybutton", "sphinx_design"]
-exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
+exclude_patterns = ["_build", "**/.ipynb_checkpoints", "api_examples.md"]
 suppress_warnings = ["toc.empty_glob"]
 
 # Notebooks are run by tests/docs; the site shows their stored output.
@@ -55,6 +59,6 @@ def link_repository(page: Path, text: str) -> str:
 
 def setup(app: Any) -> None:
     def read(app: Any, name: str, source: list[str]) -> None:
-        source[0] = link_repository(Path(app.env.doc2path(name)), source[0])
+        source[0] = link_repository(Path(app.env.doc2path(name)), generate.fill(source[0]))
 
     app.connect("source-read", read)

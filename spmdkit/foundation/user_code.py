@@ -35,6 +35,11 @@ KEYS = {"task": "task", "hook": "hooks", "reducer": "reducer", "sync": "sync", "
 KEYS |= {"weights": "init_from.names", "samples": "hooks"}
 """Kind of registered function -> the key in a config."""
 
+RETURNS = {"task": "a `Task`", "weights": "pairs (pattern of a name in the source, path of a leaf)"}
+RETURNS |= {"samples": "{name: text or array}, from the arguments (program, state)"}
+RETURNS |= {kind: f"a `{kind.capitalize()}`" for kind in KEYS if kind not in RETURNS}
+"""Kind of registered function -> what it returns."""
+
 _MARK = "__spmdkit_declared__"
 _LOADED_AS = "spmdkit_task_"
 
@@ -180,6 +185,10 @@ def declared(kind: str) -> Callable[[T], T]:
         return fn
 
     declare.__name__ = kind
+    declare.__doc__ = (
+        f"Registers a function that returns {RETURNS[kind]}, so that `{KEYS[kind]}` of a config can name it in its module. "
+        "The config's options are its keyword arguments."
+    )
     return declare
 
 

@@ -1,9 +1,14 @@
-"""The guide lists every event, config key, measured metric and exit code, and no event that the code does not write."""
+"""The reference lists every event, measured metric, file, exit code, config key and symbol, and no event that the code
+does not write."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
+import pytest
+
+import spmdkit as sk
 from spmdkit.config import Config
 from spmdkit.config.wording import sections
 from spmdkit.errors import ExitCode
@@ -11,7 +16,7 @@ from spmdkit.foundation import run_status
 from spmdkit.foundation.constants import MEASURED
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "guide.md").read_text()
+REFERENCE = ROOT / "docs" / "reference"
 
 WRITERS = {"events.write", "close_records", "note"}
 """Calls with the name of an event as their first argument."""
@@ -30,24 +35,52 @@ def written_events():
 
 
 def listed_events():
-    """Returns the names in the first column of the guide's table of events."""
-    table = GUIDE.split("\n### Events\n")[1].split("\n## ")[0]
+    """Returns the names in the first column of the table of events."""
+    table = (REFERENCE / "events.md").read_text()
     return {name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)}
 
 
-def test_the_guide_lists_the_events_that_are_written():
+def test_the_events_are_those_that_are_written():
     events = written_events()
     assert events == listed_events()
     assert [name for name in events if not re.fullmatch(r"[a-z]+(_[a-z]+)*", name)] == []
 
 
-def test_the_guide_names_every_config_key():
-    keys = {name for _, section in sections(Config) for name in section.model_fields}
-    assert sorted(key for key in keys if not re.search(rf"\b{key}\b", GUIDE)) == []
+@pytest.fixture(scope="module")
+def generate():
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_the_guide_names_metrics_and_exit_codes():
-    assert [name for name in MEASURED if f"`{name}`" not in GUIDE] == []
-    codes = GUIDE.split("\n## Exit codes\n")[1].split("\n## ")[0]
-    listed = {int(code) for code in re.findall(r"(?:^| · )(\d+)\b", codes.replace("\n", " ").strip())}
-    assert listed - {128} == {int(code) for code in ExitCode} - {ExitCode.INTERRUPTED}  # 128+2
+def test_every_config_key_is_listed_with_its_meaning(generate):
+    rows = re.findall(r"^\| `(\w+)` \| .+? \| .+? \| (.*) \|$", generate.config(), re.M)
+    keys = [name for _, section in sections(Config) for name in section.model_fields]
+    assert sorted(name for name, _ in rows) == sorted(keys)
+    assert [name for name, meaning in rows if not meaning] == []
+
+
+def test_metrics_and_exit_codes_are_listed(generate):
+    page = (REFERENCE / "metrics.md").read_text()
+    assert [name for name in MEASURED if f"`{name}`" not in page] == []
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", generate.exit_codes(), re.M)}
+    assert listed == {int(code) for code in ExitCode}
+
+
+def test_every_symbol_and_command_has_a_section(generate):
+    page = generate.api()
+    names = [name for name in sk.__all__ if not name.startswith("__")]
+    parts = iter(re.split(r"^### `sk\.(\w+)`\n", page, flags=re.M)[1:])
+    text = {
+        name: re.sub(r"```python\n.*?```", "", part, flags=re.S).strip()
+        for name, part in zip(parts, parts, strict=True)
+    }
+    assert sorted(text) == sorted(names)
+    assert [name for name in names if not text[name]] == []
+    assert {"spmdkit train", "spmdkit checkpoint ls"} <= set(re.findall(r"^## `(.+)`$", generate.commands(), re.M))
+
+
+def test_mistakes_are_listed_with_their_repairs(generate):
+    page = generate.errors()
+    assert "| unknown key | `run.yaml:8: stepps:` ... `unknown key` |" in page and "| 78 |" in page

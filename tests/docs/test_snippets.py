@@ -68,4 +68,5 @@ def test_sentences_are_counted_without_code():
         "# A heading\n\nOne two `a b c` four. Five six:\n\n- seven\n- eight nine\n\n```bash\nls a b\n```\n\n| a | b |\n"
     )
     assert sentences(text) == [4, 2, 1, 2]
-    assert missing_line("a 1\n...\nb /x", "a 2\nz\nb /y/z\n") is None
+    assert missing_line("a 1\n...\nb /x\nc ...", "a 2\nz\nb /y/z\nc d 5\n") is None
+    assert missing_line("a\nc ... e", "a\nc d 5\n") == "c ... e"
