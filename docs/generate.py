@@ -59,9 +59,11 @@ def config() -> str:
     """Returns a section per mapping of the config: key, type, default and meaning."""
     schema = json_schema()
     parts = []
-    for path, model in sections(Config):
+    models = [(path, model.__name__) for path, model in sections(Config)]
+    models += [((key,), name) for key, name in items(schema)]
+    for path, model in models:
         title = ".".join(path) or "Top level"
-        own = schema if not path else schema["$defs"][model.__name__]
+        own = schema if not path else schema["$defs"][model]
         rows = [
             (f"`{name}`", kind(f, name, path), default(f, name in own.get("required", ())), meaning(f, schema))
             for name, f in own["properties"].items()
@@ -69,6 +71,13 @@ def config() -> str:
         heading = f"## {title if not path else f'`{title}`'}\n\n"
         parts.append(heading + table(("key", "type", "default", "meaning"), rows))
     return "\n\n".join(parts)
+
+
+def items(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields (key, model) of the keys at the top level that are a list of mappings."""
+    for key, field in schema["properties"].items():
+        if "$ref" in (item := field.get("items", {})):
+            yield key, item["$ref"].rpartition("/")[2]
 
 
 def kind(schema: Mapping[str, Any], name: str, path: tuple[str, ...]) -> str:
@@ -196,13 +205,21 @@ def signature(value: Any) -> str:
     if inspect.isclass(value) and issubclass(value, Exception):
         return "(message)"
     found = inspect.signature(value)
-    one_line = re.sub(r"\b(?:[a-z_]+\.)+(?=\w)", "", str(found).replace("'", ""))
-    one_line = re.sub(r"<function (\w+) at 0x\w+>|<(\w+) object at 0x\w+>", r"\1\2", one_line)
-    if len(one_line) < 100:
-        return one_line
-    body, _, result = one_line[1:].rpartition(") -> ") if ") -> " in one_line else (one_line[1:-1], "", "")
-    inner = ",\n    ".join(re.split(r", (?=[*\w]+(?:[:=,]|$)|\*)", body))
-    return f"(\n    {inner},\n)" + (f" -> {result}" if result else "")
+    parameters = [short(parameter) for parameter in found.parameters.values() if parameter.name != "self"]
+    kinds = [parameter.kind for parameter in found.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    is_function = found.return_annotation is not inspect.Signature.empty and not inspect.isclass(value)
+    result = f" -> {short(found.return_annotation)}" if is_function else ""
+    line = f"({', '.join(parameters)}){result}"
+    return line if len(line) < 100 else "(\n" + "".join(f"    {x},\n" for x in parameters) + f"){result}"
+
+
+def short(found: Any) -> str:
+    """Returns a parameter or a type without the modules of its names; a default that is a function is `...`."""
+    text = re.sub(r"<function .*? at 0x\w+>|<factory>", "...", str(found).replace('"', "'"))
+    text = re.sub(r"^([*\w]+: )'(.*?)'(?= = |$)", r"\1\2", text.removeprefix("<class '").removesuffix("'>"))
+    return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Za-z_])", "", text)
 
 
 def members(owner: type) -> Iterator[tuple[str, Any]]:
@@ -216,7 +233,7 @@ def members(owner: type) -> Iterator[tuple[str, Any]]:
 
 def member(owner: str, name: str, value: Any) -> str:
     function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    called = "" if isinstance(value, property) else signature(function).replace("(self, ", "(").replace("(self)", "()")
+    called = "" if isinstance(value, property) else signature(function)
     return (
         f"#### `{owner}.{name}`\n\n```python\n{owner}.{name}{called}\n```\n\n{markdown(inspect.getdoc(function) or '')}"
     )
@@ -231,7 +248,7 @@ def markdown(doc: str) -> str:
         ):
             in_section = True
             lines += ["", f"**{found[1]}**", ""]
-        elif in_section and (found := re.fullmatch(r"    (\*{0,2}[\w., /*]+?)(?: \((.*?)\))?: (.*)", line)):
+        elif in_section and (found := re.fullmatch(r"    (?! )(\*{0,2}[\w., /*]+?)(?: \((.*?)\))?: (.*)", line)):
             lines.append(f"- `{found[1]}`: {found[3]}")
         elif in_section and line.startswith("    "):
             lines.append(f"  {line.strip()}")
