@@ -10,10 +10,7 @@ import spmdkit as sk
 from spmdkit.step import trace_context
 
 ROOT = Path(__file__).parents[2]
-PAGES = {
-    str(path.relative_to(ROOT)): path
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-}
+PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 FOLDERS = r"(?:spmdkit|tests|examples|configs|benchmarks|docs)"
 SCOPES = {value for value in vars(trace_context).values() if isinstance(value, str) and value.startswith("spmdkit/")}
 """What looks like a path, and is the name of operations in a profile."""
@@ -44,7 +41,9 @@ def stale_links(page, text):
         if "://" in target:
             continue
         file = (page.parent / path).resolve() if path else page
-        if not file.exists() or (heading and heading not in headings(file.read_text())):
+        linked = file.read_text() if file.is_file() else ""
+        is_generated = "<!-- generated: " in linked  # Sphinx checks the headings of these pages
+        if not file.exists() or (heading and not is_generated and heading not in headings(linked)):
             wrong.append(target)
     return wrong
 

@@ -10,6 +10,7 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.config import Config
+from spmdkit.config.sections import ParameterGroup
 from spmdkit.config.wording import sections
 from spmdkit.errors import ExitCode
 from spmdkit.foundation import run_status
@@ -56,7 +57,8 @@ def generate():
 
 def test_every_config_key_is_listed_with_its_meaning(generate):
     rows = re.findall(r"^\| `(\w+)` \| .+? \| .+? \| (.*) \|$", generate.config(), re.M)
-    keys = [name for _, section in sections(Config) for name in section.model_fields]
+    models = [*(section for _, section in sections(Config)), ParameterGroup]
+    keys = [name for model in models for name in model.model_fields]
     assert sorted(name for name, _ in rows) == sorted(keys)
     assert [name for name, meaning in rows if not meaning] == []
 
