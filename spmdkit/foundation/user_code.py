@@ -186,8 +186,8 @@ def declared(kind: str) -> Callable[[T], T]:
 
     declare.__name__ = kind
     declare.__doc__ = (
-        f"Registers a function that returns {RETURNS[kind]}, so that `{KEYS[kind]}` of a config can name it in its module. "
-        "The config's options are its keyword arguments."
+        f"Registers a function that returns {RETURNS[kind]}, so that `{KEYS[kind]}` of a config can name it. Options "
+        "of the config are its keyword arguments."
     )
     return declare
 

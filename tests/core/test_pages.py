@@ -41,7 +41,7 @@ def stale_links(page, text):
         if "://" in target:
             continue
         file = (page.parent / path).resolve() if path else page
-        linked = file.read_text() if file.is_file() else ""
+        linked = file.read_text() if file.suffix == ".md" and file.exists() else ""
         is_generated = "<!-- generated: " in linked  # Sphinx checks the headings of these pages
         if not file.exists() or (heading and not is_generated and heading not in headings(linked)):
             wrong.append(target)
