@@ -185,6 +185,9 @@ def _keyless(loss, *args):
 EQUAL = {
     "mse": Case(lambda p, b, k: sk.mean(errors(p, b))),
     "mean of rows": Case(lambda p, b, k: sk.mean(errors(p, b).mean(-1))),
+    "attention": Case(
+        lambda p, b, k: sk.mean(jax.nn.dot_product_attention(*[errors(p, b)[:, :, None, None]] * 3).sum((1, 2, 3)))
+    ),
     "one number": Case(lambda p, b, k: sk.mean(errors(p, b).mean())),
     "sum over the number": Case(lambda p, b, k: sk.scalar((errors(p, b) / b["x"].shape[0]).sum())),
     "cross entropy": Case(lambda p, b, k: sk.mean(cross_entropy(logits(p, b), b["label"]))),

@@ -46,7 +46,8 @@ def _mixed_row(eqn: Any, flows: Sequence[Flow]) -> Flow:
 
 def reduce_sum(eqn: Any, flows: Sequence[Flow]) -> Flow:
     (flow,), shape = flows, shape_of(eqn)
-    axes = [axis for axis in eqn.params["axes"] if isinstance(axis, int)]  # a mesh axis holds parts of the same rows
+    # Dims are integers, also of numpy. The name of a mesh axis holds parts of the same rows.
+    axes = [axis for axis in eqn.params["axes"] if not isinstance(axis, str)]
     if not _meets(flow, shape, axes):
         return _without(weighted_sum(eqn, flows), shape, axes)
     return Flow("total", plus(flow.degree, 1), **{**marks(flows), "added": None, "source": flow.source or eqn})
