@@ -53,7 +53,7 @@ OUTCOMES: Mapping[str, tuple[ExitCode, str]] = {
     "checkpoint": (ExitCode.CHECKPOINT, "checkpoint cannot be used"),
     "interrupted": (ExitCode.INTERRUPTED, "Ctrl-C"),
 }
-"""Outcome -> exit code and description. Errors, messages, events, the guide and the fuzzer use this table."""
+"""Outcome -> exit code and description. Errors, messages, events, the reference and the fuzzer use this table."""
 
 FINAL = (
     *(ExitCode.CHECK_FAILED, ExitCode.USAGE, ExitCode.NOT_FINITE, ExitCode.CONFIG, ExitCode.CHECKPOINT),

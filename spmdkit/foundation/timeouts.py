@@ -1,7 +1,7 @@
 """Every timeout and interval of the package, in seconds. Each wait is bounded by one of these or by the config.
 
 Each comment describes the wait. A `*_S` constant in another file is not a wait but a size, a rate or a physical
-quantity. User-defined timeouts are in the config (`watchdog`, `checkpoint`, ...); see docs/guide.md.
+quantity. User-defined timeouts are in the config (`watchdog`, `checkpoint`, ...); see docs/howto/faults.md.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from spmdkit.mesh.mesh import AXES, resolve
 from spmdkit.program.step_context import reducer_of
 
 ROWS = 2
-"""Rows per device and microbatch. XLA's convolutions need two on meshes with replica and model axes (docs/guide.md)."""
+"""Rows per device and microbatch. XLA's convolutions need two with replica and model axes (docs/why/limits.md)."""
 
 DEFAULT_DEVICES = 8
 

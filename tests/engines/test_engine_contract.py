@@ -65,9 +65,9 @@ def test_every_engine_ends_at_the_same_codes(case):
     assert [each for each in codes if each != {42}] == [set(map(int, FINAL))]
 
 
-def test_guide_has_the_table_of_restarts():
-    guide = (FOLDER.parents[1] / "docs/guide.md").read_text()
-    table = guide.split("| exit code | restarted by")[1].split("\n\n")[0]
+def test_the_page_has_the_table_of_restarts():
+    page = (FOLDER.parents[1] / "docs/howto/clusters/index.md").read_text()
+    table = page.split("| exit code | restarted by")[1].split("\n\n")[0]
     rows = {tuple(re.findall(r"\d+", row.split("|")[1])): row.split("|")[2].strip() for row in table.splitlines()[2:]}
     never = {int(code) for codes, what in rows.items() if what.startswith("never") for code in codes}
     always = {int(code) for codes, what in rows.items() if what.startswith("always") for code in codes}

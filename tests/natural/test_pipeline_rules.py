@@ -1,4 +1,4 @@
-"""The pipeline of docs/guide.md: one rule with the leading dim, for a stack of matrices and vectors."""
+"""The pipeline of docs/howto/pipelines.md: one rule with the leading dim, for a stack of matrices and vectors."""
 
 import jax
 import jax.numpy as jnp

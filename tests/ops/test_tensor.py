@@ -218,19 +218,21 @@ def test_gradients_of_tall_weights_are_computed_transposed(rows, shape, is_trans
     assert ("optimization_barrier" in lowered) == is_transposed
 
 
-def test_the_layer_of_the_guide_is_a_pair():
-    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
-    code = re.search(r"```python\n(DIMS = .*?)\n\n\nx_BTD = (sk.manual.*?)\n# or: (.*?)\n```", guide, re.S)
+def test_the_layer_of_the_page_is_a_pair():
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "your_own_layer.md").read_text()
+    parts = r"\n(DIMS = .*?)\nx = .*?\n(def part.*?)\n\n\n.*?y_BTD = (sk.manual.*?)\n.*The layer above is `(.*?)`"
+    code = re.search(parts, page, re.S)
     names = {"jax": jax, "sk": sk, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
-    exec(code[1], names)
+    exec(f"{code[1]}\n{code[2]}", names)
     random = np.random.default_rng(0)
     arrays = [random.normal(size=shape).astype(np.float32) for shape in ((8, 8, D), (D, F), (F, D))]
 
     def written(expression):
-        return lambda x, up, down: eval(expression, names | {"x_BTD": x, "weights": {"up": up, "down": down}})
+        given = lambda x, w: names | {"x": x, "batch": {"x": x}, "w": w, "params": w}
+        return lambda x, up, down: eval(expression, given(x, {"up": up, "down": down}))
 
     asked = {"fsdp": 2, "context": 2, "tensor": 2}
-    found = [value_and_grad(written(text), *arrays, **asked) for text in (code[2], code[3])]
+    found = [value_and_grad(written(text), *arrays, **asked) for text in (code[3], code[4])]
     plain = value_and_grad(lambda x, up, down: x + jax.nn.gelu(x @ up) @ down, *arrays)
     for one in found:
         assert_close(one, plain)

@@ -262,8 +262,8 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 PAGE_TEXT = """# Located bugs
 
 When a task gives a different result on a mesh than on one device, `spmdkit verify` reports the line of the first value
-that differs ([guide](../guide.md#verify)). This page lists 28 bugs in five tasks, and whether `verify` reports the
-right line.
+that differs ([verify](../howto/read_verify.md)). This page lists 28 bugs in five tasks, and whether `verify` reports
+the right line.
 
 - The tasks are small realistic programs in [tests/verify/located](../../tests/verify/located).
 - A bug in a task is one added or changed line. It is located if `verify` reports this statement.

@@ -71,7 +71,7 @@ def page(names: list[str], examples: tuple[str, ...]) -> str:
 
 HEAD = """# How rows enter the tasks and the examples
 
-The tables of [`spmdkit explain`](../guide.md#how-rows-enter-a-loss) for the [forty tasks](tasks.md) on {data: 4} and
+The tables of [`spmdkit explain`](../howto/rows_in_a_loss.md) for the [forty tasks](tasks.md) on {data: 4} and
 for the examples on the meshes of their configs. `python -m tests.support.row_tables` writes this page. A `train_step`
 that does not call `sk.value_and_grad` has no row.
 

@@ -205,7 +205,7 @@ def columns(rules: Any) -> Any:
 
 
 def step_key(step: int) -> jax.Array:
-    """Returns the key that the guide specifies for a step (counted from 0) of seed 0, computed without spmdkit."""
+    """Returns the key that the site specifies for a step (counted from 0) of seed 0, computed without spmdkit."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0x73746570), step)
 
 

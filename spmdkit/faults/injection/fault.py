@@ -1,5 +1,5 @@
-"""Faults of a drill, specified as `KIND:PROCESS@WHEN`: `kill:2@120`, `stop:0@30s`, `kill:random@random`. docs/guide.md
-lists the kinds.
+"""Faults of a drill, specified as `KIND:PROCESS@WHEN`: `kill:2@120`, `stop:0@30s`, `kill:random@random`.
+docs/howto/drills.md lists the kinds.
 
 The drill and a process communicate through an unnamed file that both have open:
 
