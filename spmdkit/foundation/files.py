@@ -198,6 +198,17 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         raise not_writable(Path(path), error) from error
 
 
+def write_requested(option: str, path: Path, content: bytes) -> None:
+    """Replaces the file that an option of a command names. Raises ConfigError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(path, content)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path} cannot be written ({error.strerror}). Choose a file in a writable folder."
+        ) from error
+
+
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Replaces `path` by `value` as indented strict JSON. Raises `not_writable` if it cannot be written."""
     write_text(path, json.dumps(strict_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")

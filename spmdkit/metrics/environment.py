@@ -74,10 +74,10 @@ def environment(
     }
 
 
-def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
-    """Returns the installed version of each distribution; None if it is not installed."""
+def package_versions() -> dict[str, str | None]:
+    """Returns the installed version of each of `PACKAGES`; None if it is not installed."""
     versions: dict[str, str | None] = {}
-    for name in names:
+    for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -72,9 +72,9 @@ class Progress:
             self._bar.start()
 
     @contextlib.contextmanager
-    def compiling(self, what: str = "the step") -> Iterator[None]:
+    def compiling(self) -> Iterator[None]:
         """Shows `compiling the step ...  3.2 s` around a `with` block, and excludes its time from the time left."""
-        begun, text, outcome = self._clock(), f"compiling {what} ...", "failed"
+        begun, text, outcome = self._clock(), "compiling the step ...", "failed"
         if self._bar:
             self._bar.busy(text)
         else:

@@ -60,15 +60,14 @@ class Throughput:
         finally:
             self.resume()
 
-    def snapshot(self, step: int, synced_time: float | None = None) -> dict[str, float]:
+    def snapshot(self, step: int) -> dict[str, float]:
         """Returns `examples_per_s`, `step_time_s`, `input_wait_s`, and `tokens_per_s` if tokens are counted, of the
         steps since the last snapshot up to `step`, and adds their time to `trained_s`.
 
-        `step_time_s` and `input_wait_s` are means per step. `synced_time`: the time at which `step` was known to be
-        finished (default: now). Steps dispatched after `step` belong to the next interval. Returns {} if there was no
-        step or no time has elapsed.
+        `step_time_s` and `input_wait_s` are means per step. Call it when `step` is known to be finished. Steps
+        dispatched after `step` belong to the next interval. Returns {} if there was no step or no time has elapsed.
         """
-        now = self._clock() if synced_time is None else synced_time
+        now = self._clock()
         steps, waited_s, examples, tokens = 0, 0.0, 0, 0
         while self._ticks and self._ticks[0][0] <= step:
             _, wait_s, num, num_tokens = self._ticks.popleft()

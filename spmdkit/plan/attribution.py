@@ -136,13 +136,13 @@ _MOVES = {
 }  # fmt: skip
 
 
-def origin_of(module: Module, visit: Visit, steps: int = 80) -> str | None:
+def origin_of(module: Module, visit: Visit) -> str | None:
     """Returns the name of the program argument (`state.params['w']`) that reaches a collective as its largest operand,
     moved or cast only; None for a computed operand.
     """
     i: Instruction | None = visit.instruction
     site, index = visit.site, None
-    for step in range(steps):
+    for step in range(80):
         if i is None:
             return None
         computation = module.around(i)

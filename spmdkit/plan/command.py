@@ -345,13 +345,8 @@ def write_config(best: Config, config: Config, head: str, path: Path) -> None:
         ConfigError: the file cannot be written.
     """
     same_folder = path.resolve().parent == config.folder.resolve()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, (head + to_short_yaml(best, absolute_paths=not same_folder, hide_secrets=True)).encode())
-    except OSError as error:
-        raise ConfigError(
-            f"--write {path} cannot be written ({error.strerror}). Choose a file in a writable folder."
-        ) from error
+    text = to_short_yaml(best, absolute_paths=not same_folder, hide_secrets=True)
+    files.write_requested("--write", path, f"{head}{text}".encode())
 
 
 def _run_diff(path: Path, other: Path, overrides: list[str], options: PlanOptions) -> None:

@@ -27,13 +27,7 @@ def write_trace(document: Mapping[str, Any], path: Path) -> None:
     """
     if not document.get("timeline"):
         raise ConfigError(f"--timeline {path}: the plan has no program, so it has no timeline. Leave it out.")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, json.dumps(trace(document)).encode())
-    except OSError as error:
-        raise ConfigError(
-            f"--timeline {path} cannot be written ({error.strerror}). Choose a file in a writable folder."
-        ) from error
+    files.write_requested("--timeline", path, json.dumps(trace(document)).encode())
 
 
 def trace(document: Mapping[str, Any]) -> dict[str, Any]:

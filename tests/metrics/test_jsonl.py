@@ -83,7 +83,6 @@ def test_resume_drops_later_steps_and_torn_lines(tmp_path):
     path.write_text(kept + '{"step": 30, "loss": 1}\n{"step": 30, "split": "eval", "loss": 2}\n{"step": 4, "lo')
     tracker = JsonlTracker(path, 20)
     assert path.read_text() == kept
-    assert (tracker.dropped_steps, tracker.dropped_damaged) == (2, 1)
     tracker.write({"step": 21, "loss": 2.0})
     tracker.close()
     assert path.read_text() == kept + '{"step": 21, "loss": 2.0}\n'
@@ -95,7 +94,6 @@ def test_garbage_at_the_end_is_dropped(tmp_path, tail):
     (tmp_path / "m").write_bytes(b'{"step": 1, "loss": 1}\n' + tail)
     tracker = JsonlTracker(tmp_path / "m", 9)
     tracker.close()
-    assert tracker.dropped_damaged == 1
     assert (tmp_path / "m").read_bytes() == b'{"step": 1, "loss": 1}\n'
 
 

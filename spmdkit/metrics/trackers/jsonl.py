@@ -51,9 +51,8 @@ class JsonlTracker:
     """Appends records to `path`, after removing those that an interrupted run wrote after its last checkpoint.
 
     `keep_through_step`: the restored step (0: a new run; None: retains all steps). Lines of later steps and invalid
-    lines (torn by a kill, garbage) are dropped; the other lines keep their order and bytes. `.dropped_steps` and
-    `.dropped_damaged` count the dropped lines. The file is replaced by a rename, so a kill leaves the old or the new
-    file.
+    lines (torn by a kill, garbage) are dropped; the other lines keep their order and bytes. The file is replaced by a
+    rename, so a kill leaves the old or the new file.
 
     Key order of a line: step, split, epoch, loss, the others sorted, examples_per_s, step_time_s, input_wait_s.
 
@@ -64,8 +63,6 @@ class JsonlTracker:
 
     def __init__(self, path: str | os.PathLike[str], keep_through_step: int | None, arrays: bool = False) -> None:
         self.path, self._arrays = Path(path), arrays
-        self.dropped_steps = 0
-        self.dropped_damaged = 0
         try:
             if self.path.exists():
                 self._truncate(keep_through_step)
@@ -127,10 +124,8 @@ class JsonlTracker:
             record = json_object(line)
             step = record.get("step") if record is not None else None
             if not isinstance(step, int) or isinstance(step, bool):
-                self.dropped_damaged += 1
-            elif keep_through_step is not None and step > keep_through_step:
-                self.dropped_steps += 1
-            else:
+                continue
+            if keep_through_step is None or step <= keep_through_step:
                 lines.append(line + b"\n")
         if b"".join(lines) != content:
             replace(self.path, b"".join(lines))
