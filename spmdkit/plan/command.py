@@ -16,8 +16,7 @@ from spmdkit.foundation import files
 from spmdkit.foundation.formatting import visible
 from spmdkit.foundation.json_output import print_json
 from spmdkit.mesh.mesh import resolve, slices
-from spmdkit.metrics.report.sweep import Chart, check_png, write_png
-from spmdkit.metrics.report.sweep import write_page as write_rows
+from spmdkit.metrics.report.sweep import Chart, check_png, write_png, write_rows
 from spmdkit.plan.compare import as_written, compare, read_plan, show_comparison
 from spmdkit.plan.document import Document, problem_of
 from spmdkit.plan.machine.calibrate import calibrate, describe, rates_file, with_measured
@@ -272,9 +271,10 @@ def _check_several(path: Path, options: PlanOptions) -> None:
 
 def _print(document: Document, options: PlanOptions) -> None:
     if options.html is not None:
-        from spmdkit.metrics.report.plan import write_page
+        from spmdkit.metrics.report.page import write_page
+        from spmdkit.metrics.report.plan import plan_page
 
-        write_page(document, options.html)
+        write_page(plan_page(document), options.html)
     if options.timeline is not None:
         write_trace(document, options.timeline)
     if options.as_json:

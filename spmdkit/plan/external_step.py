@@ -94,9 +94,10 @@ class StepPlan:
 
     def write_page(self, path: Path | str) -> None:
         """Writes the plan as an HTML page."""
-        from spmdkit.metrics.report.plan import write_page
+        from spmdkit.metrics.report.page import write_page
+        from spmdkit.metrics.report.plan import plan_page
 
-        write_page(self.document, Path(path))
+        write_page(plan_page(self.document), Path(path))
 
     def write_timeline(self, path: Path | str) -> None:
         """Writes the timeline of one layer, for ui.perfetto.dev."""

@@ -206,14 +206,15 @@ def start_plan_thread(
 
 def _write_plan(program: Program, cluster: Cluster, directory: Path) -> str:
     """Writes the plan as `plan.json` and `plan.html`. Returns why it must not be run; empty if it may be run."""
-    from spmdkit.metrics.report.plan import write_page
+    from spmdkit.metrics.report.page import write_page
+    from spmdkit.metrics.report.plan import plan_page
     from spmdkit.plan import document as plan
     from spmdkit.plan.machine.calibrate import with_measured
 
     target, call_s = with_measured(target_of(cluster.devices))
     document = plan.plan_program(program, target, call_s)
     write_json(directory / "plan.json", document)
-    write_page(document, directory / "plan.html")
+    write_page(plan_page(document), directory / "plan.html")
     if (time := document["time"]) is not None and (target.calibrated or cluster.devices[0].platform != "cpu"):
         program.seconds_at_peak = time["mfu"] * document["predicted_step_s"]
     return plan.problem_of(document)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +34,21 @@ from spmdkit.foundation.files import write_json, write_text
 from spmdkit.foundation.formatting import format_value, new_table
 from spmdkit.metrics import read_lines
 from spmdkit.metrics.report.chart import Series, legend, line_chart
-from spmdkit.metrics.report.page import code, heading, page, section, table
+from spmdkit.metrics.report.page import (
+    NUM_COLORS,
+    NUMBER,
+    WIDE,
+    code,
+    heading,
+    large,
+    page,
+    section,
+    table,
+)
 
 MAX_RUNS = 1000
 MAX_NAME = 80
+MAX_CURVES = 12
 
 Row = dict[str, Any]
 
@@ -191,14 +203,16 @@ def _page(name: str, runs: Sequence[SweepRun], rows: Sequence[Row]) -> str:
     columns = _shown_columns(rows)
     shown = [[code(row[c]) if c == "run_dir" else _text(row.get(c)) for c in columns] for row in rows]
     series = []
-    for run in runs[:12]:
+    for number, run in enumerate(runs[:MAX_CURVES]):
         lines = read_lines(run.directory / "metrics.jsonl")
         points = [
             (line["step"], line["loss"])
             for line in lines
             if "split" not in line and isinstance(line.get("loss"), float)
         ]
-        series.append(Series(run.directory.name, points))
-    body = [heading(name, [], [f"{len(rows)} runs"]), section("Runs", table(dict.fromkeys(columns, ""), shown))]
-    body += [section("Loss", line_chart(series, "loss") + legend(series))] if any(s.points for s in series) else []
-    return page(f"{name} - spmdkit", "\n".join(body))
+        series.append(Series(run.directory.name, points, number % NUM_COLORS))
+    kinds = {c: NUMBER if any(isinstance(row.get(c), float | int) for row in rows) else WIDE for c in columns}
+    body = [heading(name, [], [f"{len(rows)} runs"]), section("Runs", table(kinds, shown))]
+    if any(s.points for s in series):
+        body.append(section("Loss", legend(series) + large(partial(line_chart, series, "loss"), 340)))
+    return page(name, body, "spmdkit sweep")

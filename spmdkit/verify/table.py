@@ -15,6 +15,16 @@ from spmdkit.verify.cases import describe_case
 
 WIDTH = 100
 MAX_SKIPPED = 8
+ERRORS = {
+    "loss": "loss",
+    "gradient": "gradient",
+    "update": "update",
+    "params": "parameter",
+    "metrics": "metric",
+    "eval": "eval",
+    "restore": "restore",
+}
+"""Column -> the error of a case that it shows."""
 
 
 def print_report(report: Mapping[str, Any], file: IO[str] | None = None) -> None:
@@ -38,19 +48,18 @@ def print_report(report: Mapping[str, Any], file: IO[str] | None = None) -> None
     _mutants(console, report)
     for note in report["notes"]:
         console.print(f"note: {escape(note)}")
-    console.print(_tolerance(report))
+    console.print(tolerance_text(report))
     console.print(_verdict(report))
 
 
 def _cases(console: Console, report: Mapping[str, Any]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("mesh / microbatches")
-    for name in ("loss", "gradient", "update", "params", "metrics", "eval", "restore"):
+    for name in ERRORS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for case in report["cases"]:
-        names = ("loss", "gradient", "update", "parameter", "metric", "eval", "restore")
-        errors = [_number(case.get(f"{name}_error"), report["tolerances"][name]) for name in names]
+        errors = [_number(case.get(f"{name}_error"), report["tolerances"][name]) for name in ERRORS.values()]
         equal = "[green]equal[/]" if case["passed"] else "[bold red]DIFFERS[/]"
         table.add_row(describe_case(case["mesh"], case["microbatches"]), *errors, equal)
     console.print(table)
@@ -119,7 +128,8 @@ def _mutants(console: Console, report: Mapping[str, Any]) -> None:
         console.print(f"  {mutant['name']}: [dim]not applicable, {escape(mutant['reason'])}[/]")
 
 
-def _tolerance(report: Mapping[str, Any]) -> str:
+def tolerance_text(report: Mapping[str, Any]) -> str:
+    """Returns a sentence on the tolerances of a report."""
     from spmdkit.verify.compare import FLOOR_ULPS
     from spmdkit.verify.noise import MULTIPLE
 

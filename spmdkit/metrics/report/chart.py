@@ -11,7 +11,7 @@ import numpy as np
 
 from spmdkit.foundation.formatting import format_value
 
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 40  # margins around the plot, in SVG units
+LEFT, RIGHT, TOP, BOTTOM = 64, 20, 14, 40  # margins around the plot, in SVG units
 LOG_RATIO = 50.0  # a positive series that spans more than this is drawn on a log scale
 MAX_POINTS = 800  # about one per unit of width: more are not visible
 SMOOTH_FROM = 80  # number of records from which a mean line is drawn over the raw one
@@ -21,22 +21,37 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One line: `name` for the legend, `points` (step, value) in order of steps, `style` train or eval."""
+    """One line.
+
+    Attributes:
+        name: shown in the legend.
+        points: (step, value) in order of steps.
+        color: number of its color and dashes.
+        has_dots: marks every point; otherwise many points are drawn thin, with a bold mean.
+    """
 
     name: str
     points: Sequence[Point]
-    style: str = "train"
+    color: int = 0
+    has_dots: bool = False
+
+    @property
+    def window(self) -> int:
+        """Number of points in each mean."""
+        is_raw = self.has_dots or len(self.points) < SMOOTH_FROM
+        return 1 if is_raw else len(self.points) // 80 * 2 + 1
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps values to coordinates: `low` to `start`, `high` to `end`, linearly or by logarithm."""
+    """Maps values to coordinates: `low` to `start`, `high` to `end`, linearly or by logarithm. `gap`: between ticks."""
 
     low: float
     high: float
     start: float
     end: float
     log: bool = False
+    gap: float = 38
 
     def __call__(self, value: float) -> float:
         low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
@@ -45,7 +60,9 @@ class Scale:
 
     def ticks(self) -> list[float]:
         """Returns round values between `low` and `high`."""
-        return _log_ticks(self.low, self.high) if self.log else linear_ticks(self.low, self.high)
+        if self.log:
+            return _log_ticks(self.low, self.high)
+        return linear_ticks(self.low, self.high, max(2, round(abs(self.end - self.start) / self.gap)))
 
 
 def line_chart(series: Sequence[Series], label: str, width: int = 880, height: int = 340) -> str:
@@ -60,13 +77,13 @@ def line_chart(series: Sequence[Series], label: str, width: int = 880, height: i
     steps = [step for s in series for step, _ in s.points]
     values = [value for _, value in finite]
     log = min(values) > 0 and max(values) / min(values) > LOG_RATIO
-    x = Scale(*_padded_range(min(steps), max(steps), share=0), LEFT, width - RIGHT)
+    x = Scale(*_padded_range(min(steps), max(steps), share=0), LEFT, width - RIGHT, gap=90)
     low, high = (min(values) / 1.15, max(values) * 1.15) if log else _padded_range(min(values), max(values), share=0.06)
     y = Scale(low, high, height - BOTTOM, TOP, log)
     across = {tick: _tick(tick, x) for tick in x.ticks() if tick == round(tick)}
     up = {tick: _tick(tick, y) for tick in y.ticks()}
     parts = [
-        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)} over steps">',
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)} over steps">',
         *axes(x, y, across, up, "step", label + (" (log scale)" if log else "")),
     ]
     for s in series:
@@ -83,10 +100,10 @@ def line_chart(series: Sequence[Series], label: str, width: int = 880, height: i
 
 def legend(series: Sequence[Series]) -> str:
     """Returns the legend as HTML, so that it wraps with the page."""
-    items = [f'<span class="key {s.style}">{escape(s.name)}</span>' for s in series if s.points]
-    window = max((_window(s.points) for s in series if s.style == "train"), default=1)
+    items = [f'<span class="key c{s.color}">{escape(s.name)}</span>' for s in series if s.points]
+    window = max((s.window for s in series), default=1)
     if window > 1:
-        items.append(f'<span class="note">bold: mean of {window} records</span>')
+        items.append(f"<span>bold: mean of {window} records</span>")
     return f'<div class="legend">{"".join(items)}</div>'
 
 
@@ -155,19 +172,19 @@ def _tick(value: float, scale: Scale) -> str:
 
 def _line(series: Series, x: Scale, y: Scale) -> list[str]:
     finite = [(step, value) for step, value in series.points if math.isfinite(value)]
-    if series.style == "eval" or len(finite) <= 2:
+    style = f"c{series.color}"
+    if series.has_dots or len(finite) <= 2:
         dots = [
-            f'<circle class="{series.style}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="3.5">'
+            f'<circle class="{style}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="3.5">'
             f"<title>{escape(series.name)} at step {step}: {format_value(value)}</title></circle>"
             for step, value in downsample(finite, MAX_POINTS // 4)
         ]
-        return [*_paths(series.points, x, y, series.style), *dots]
-    window = _window(series.points)
-    if window == 1:
-        return _paths(series.points, x, y, series.style)
+        return [*_paths(series.points, x, y, style), *dots]
+    if series.window == 1:
+        return _paths(series.points, x, y, style)
     return [
-        *_paths(series.points, x, y, f"{series.style} raw"),
-        *_paths(_means(series.points, window), x, y, series.style),
+        *_paths(series.points, x, y, f"{style} raw"),
+        *_paths(_means(series.points, series.window), x, y, style),
     ]
 
 
@@ -198,10 +215,6 @@ def downsample(points: Sequence[Point], count: int) -> list[Point]:
         chosen = {f(group, key=lambda point: point[1]) for f in (min, max)} if bad is None else {bad}
         thinned += sorted(chosen)
     return thinned
-
-
-def _window(points: Sequence[Point]) -> int:
-    return len(points) // 80 * 2 + 1 if len(points) >= SMOOTH_FROM else 1
 
 
 def _means(points: Sequence[Point], window: int) -> list[Point]:

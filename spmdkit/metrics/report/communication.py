@@ -5,18 +5,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from spmdkit.foundation.formatting import format_bytes, format_seconds, format_value
 from spmdkit.mesh.mesh import describe_mesh
-from spmdkit.metrics.report.chart import LEFT, RIGHT, TOP, Scale, axes
-from spmdkit.metrics.report.page import KEEP, fact_table, heading, page, paragraph, section, table
+from spmdkit.metrics.report.chart import BOTTOM, LEFT, RIGHT, TOP, Scale, axes
+from spmdkit.metrics.report.page import (
+    KEEP,
+    NUMBER,
+    fact_table,
+    heading,
+    large,
+    page,
+    paragraph,
+    section,
+    table,
+)
 
 Row = Mapping[str, Any]
-WIDTH, HEIGHT, BOTTOM = 880, 360, 40
-NUMBER = ' class="number keep"'
 
 
 def communication_page(result: Mapping[str, Any]) -> str:
@@ -32,9 +41,8 @@ def communication_page(result: Mapping[str, Any]) -> str:
         heading(name, [], lead),
         *_sections(result),
         section("Facts", fact_table([("mesh", describe_mesh(result["mesh"])), *facts.items()])),
-        "<footer>Made by spmdkit from communication.json.</footer>",
     ]
-    return page(f"{name} - spmdkit", "\n".join(body))
+    return page(name, body, "spmdkit bench communication")
 
 
 def communication_section(result: Mapping[str, Any] | None) -> str:
@@ -55,11 +63,11 @@ def _sections(result: Mapping[str, Any]) -> list[str]:
         "Bytes are what one device sends in a step of a long run, read from the compiled programs. Time is of blocks "
         "trained in turns, over the neighboring block of sum: the median, and its 95 % interval."
     )
-    columns = ("bytes/step", "bytes of sum", "time/step", "time of sum", "95 %", "loss", "over sum")
-    shown = table({"": KEEP, **dict.fromkeys(columns, NUMBER)}, map(_cells, rows))
+    columns = ("bytes/step", "bytes / sum", "step time", "time / sum", "95% interval", "loss", "loss over sum")
+    shown = table({"reducer or sync": KEEP, **dict.fromkeys(columns, NUMBER)}, map(_cells, rows))
     return [
-        section("Communication", shown + "".join(paragraph(text, "note after") for text in notes)),
-        section("Loss over bytes", loss_over_bytes(rows)),
+        section("Communication", shown + "".join(map(paragraph, notes))),
+        section("Loss over bytes", large(partial(loss_over_bytes, rows), 360)),
     ]
 
 
@@ -78,7 +86,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def loss_over_bytes(rows: Sequence[Row]) -> str:
+def loss_over_bytes(rows: Sequence[Row], width: int, height: int) -> str:
     """Returns an SVG with a point for each row: x: bytes per step (logarithmic), y: loss, vertical line: range over
     seeds."""
     drawn = [row for row in rows if row["bytes_per_step"] and row["loss_mean"] is not None]
@@ -87,13 +95,13 @@ def loss_over_bytes(rows: Sequence[Row]) -> str:
     sent = [float(row["bytes_per_step"]) for row in drawn]
     losses = [x for row in drawn for x in map(float, row["loss"])]
     spread = (max(losses) - min(losses)) * 0.15 or abs(losses[0]) * 0.1 or 1.0
-    x = Scale(min(sent) / 1.6, max(sent) * 1.6, LEFT, WIDTH - RIGHT, log=True)
-    y = Scale(min(losses) - spread, max(losses) + spread, HEIGHT - BOTTOM, TOP)
+    x = Scale(min(sent) / 1.6, max(sent) * 1.6, LEFT, width - RIGHT, log=True)
+    y = Scale(min(losses) - spread, max(losses) + spread, height - BOTTOM, TOP)
     powers = [2.0**n for n in range(math.ceil(math.log2(x.low)), math.floor(math.log2(x.high)) + 1)]
-    across = {tick: format_bytes(tick) for tick in powers[:: max(1, math.ceil(len(powers) / 8))]}
+    across = {tick: format_bytes(tick) for tick in powers[:: max(1, math.ceil(len(powers) * 90 / width))]}
     up = {tick: f"{tick:.6g}" for tick in y.ticks()}
     parts = [
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="loss over bytes of a step">',
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="loss over bytes of a step">',
         *axes(x, y, across, up, "bytes of a step (log scale)", "loss"),
     ]
     taken: list[tuple[float, float, float]] = []
@@ -102,15 +110,15 @@ def loss_over_bytes(rows: Sequence[Row]) -> str:
         low, high = y(min(map(float, row["loss"]))), y(max(map(float, row["loss"])))
         parts.append(f'<line class="axis" x1="{at_x:.1f}" x2="{at_x:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>')
         name = f"{row['name']}: {format_bytes(row['bytes_per_step'])} a step, loss {format_value(row['loss_mean'])}"
-        kind, title = "eval" if row["name"] == "sum" else "train", f"<title>{escape(name)}</title>"
+        kind, title = "c1" if row["name"] == "sum" else "c0", f"<title>{escape(name)}</title>"
         parts.append(f'<circle class="{kind}" cx="{at_x:.1f}" cy="{at_y:.1f}" r="5">{title}</circle>')
-        parts.append(_label(str(row["name"]), at_x, at_y, taken))
+        parts.append(_label(str(row["name"]), at_x, at_y, width, taken))
     return "\n".join([*parts, "</svg>"])
 
 
-def _label(name: str, at_x: float, at_y: float, taken: list[tuple[float, float, float]]) -> str:
+def _label(name: str, at_x: float, at_y: float, width: int, taken: list[tuple[float, float, float]]) -> str:
     """Returns the label of a point, moved down to avoid other labels."""
-    before, wide = at_x > WIDTH * 0.7, 7.0 * len(name)
+    before, wide = at_x > width * 0.6, 7.0 * len(name)
     left = at_x - 9 - wide if before else at_x + 9
     place = at_y + 4
     while any(abs(place - y) < 13 and left < end and begin < left + wide for begin, end, y in taken):

@@ -1,4 +1,4 @@
-"""A mesh as an SVG: every device at its position in the machine, colored by its communication group.
+"""A mesh as an SVG: every device at its position in the machine, with the number and the color of its communication group.
 
 A TPU slice is drawn as planes, one grid of x and y for each z; other machines as one grid per host.
 """
@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 MAX_DEVICES = 1024
+COLORS = ("c5", "c4", "c2", "c8", "c3", "c7")
+"""Colors on which the number of a group is readable, as classes of the style sheet."""
 _CELL = 30
 
 
 def draw_groups(mesh: Mapping[str, int], places: Sequence[Mapping[str, Any]], axes: Sequence[str]) -> str:
-    """Returns an SVG of the mesh in which the devices of one color form a group along `axes`.
+    """Returns an SVG of the mesh in which the devices of one number and color form a group along `axes`.
 
     Args:
         mesh: axis -> size, in mesh order.
@@ -28,20 +30,17 @@ def draw_groups(mesh: Mapping[str, int], places: Sequence[Mapping[str, Any]], ax
     at, labels, columns, rows = _positions(places[: len(groups)])
     cells = []
     for number, ((x, y), group) in enumerate(zip(at, groups, strict=True)):
-        color = f"hsl({(group * 137.508) % 360:.0f} 62% {42 + 10 * (group % 2)}%)"
         cells.append(
             f'<g><rect x="{x * _CELL + 1}" y="{y * _CELL + 1}" width="{_CELL - 2}" height="{_CELL - 2}" rx="6" '
-            f'fill="{color}"/>'
-            f'<text x="{x * _CELL + _CELL / 2}" y="{y * _CELL + _CELL / 2 + 4}">{number}</text><title>device {number}, '
+            f'class="{COLORS[group % len(COLORS)]}"/>'
+            f'<text x="{x * _CELL + _CELL / 2}" y="{y * _CELL + _CELL / 2 + 4}">{group}</text><title>device {number}, '
             f"group {group}</title></g>"
         )
-    names = "".join(
-        f'<text class="plane" x="{x * _CELL + 2}" y="{y * _CELL - 6}">{escape(text)}</text>' for x, y, text in labels
-    )
+    names = "".join(f'<text x="{x * _CELL + 2}" y="{y * _CELL - 6}">{escape(text)}</text>' for x, y, text in labels)
     total = math.prod(mesh.values())
     more = "" if total <= len(groups) else f'<p class="note">the first {len(groups)} of {total} devices</p>'
     size = f"0 -22 {columns * _CELL} {rows * _CELL + 24}"
-    width = f"max-width: {1.4 * columns * _CELL:.0f}px"  # few devices are not magnified
+    width = f"width: {1.3 * columns * _CELL:.0f}px; max-width: 100%"  # few devices are not magnified
     return f'<svg class="mesh" style="{width}" viewBox="{size}" role="img">{names}{"".join(cells)}</svg>{more}'
 
 
@@ -81,4 +80,4 @@ def _positions(
     several = len({part for part, _ in keys}) > 1
     names = [(f"slice {part}, z {z}" if several else f"z {z}") if is_slice else f"host {part}" for part, z in keys]
     labels = [(*corner(n), name) for n, name in enumerate(names)]
-    return at, labels, across * (width * cores + 0.7), math.ceil(len(keys) / across) * (height + 1.0)
+    return at, labels, across * (width * cores + 0.7) - 0.7, math.ceil(len(keys) / across) * (height + 1.0) - 1.0

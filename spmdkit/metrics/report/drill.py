@@ -5,32 +5,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from spmdkit.foundation.formatting import format_seconds
-from spmdkit.metrics.report.chart import linear_ticks
-from spmdkit.metrics.report.page import KEEP, NUMBER, WIDE, cards, fact_table, heading, page, paragraph, section, table
+from spmdkit.metrics.report.chart import Scale
+from spmdkit.metrics.report.page import (
+    KEEP,
+    NUMBER,
+    WIDE,
+    cards,
+    fact_table,
+    heading,
+    large,
+    page,
+    section,
+    table,
+)
 
 KINDS = {
-    "start": ("#9aa7b8", "starting"),
-    "compile": ("#8b5cf6", "compiling"),
-    "restore": ("#0ea5a4", "restoring"),
-    "step": ("#2f9e5b", "steps"),
-    "wait": ("#cfd6df", "waiting for others"),
-    "evaluate": ("#d9922b", "evaluating"),
-    "save": ("#2563eb", "saving"),
-    "end": ("#5b7a99", "ending"),
-    "left": ("#e8ecf1", "exited"),
-    "dead": ("#1b2330", "dead"),
-    "restart": ("#f0b8b8", "until the next start"),
+    "start": ("c7", "starting"),
+    "compile": ("c3", "compiling"),
+    "restore": ("c5", "restoring"),
+    "step": ("c2", "steps"),
+    "wait": ("faint", "waiting for others"),
+    "evaluate": ("c4", "evaluating"),
+    "save": ("c0", "saving"),
+    "end": ("c8", "ending"),
+    "left": ("faint hollow", "exited"),
+    "dead": ("c6", "dead"),
+    "restart": ("c1 hollow", "until the next start"),
 }
-"""Kind of bar -> (color, text of the legend)."""
-WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM = 940, 34, 8, 24, 30, 26
+"""Kind of bar -> (its classes in the style sheet, text of the legend)."""
+LEFT, RIGHT, ROW, TOP, BOTTOM = 34, 8, 24, 12, 26
 
 
 def drill_page(result: Mapping[str, Any]) -> str:
     """Returns the page of a drill's result (`spmdkit drill --json`)."""
-    name = f"drill of {result['config']}"
+    name = f"drill of {Path(result['config']).name}"
     pill = ("good", "passed") if result["passed"] else ("bad", "failed")
     lead = [
         *(f"{result['processes']} processes", f"{result['steps']} steps"),
@@ -41,14 +53,15 @@ def drill_page(result: Mapping[str, Any]) -> str:
     body = [
         heading(name, [pill], lead),
         _summary(result),
-        section("Why it failed", "".join(map(paragraph, result["why"]))) if result["why"] else "",
-        section("With the faults", _legend(with_faults) + time_line(with_faults, result["faults"])),
-        section("Without a fault, the same job", _legend(without) + time_line(without, [])),
+        section("Why it failed", "".join(f'<p class="finding c1">{escape(text)}</p>' for text in result["why"]))
+        if result["why"]
+        else "",
+        section("With the faults", _time_line(with_faults, result["faults"])),
+        section("The same job without a fault", _time_line(without, [])),
         section("Faults", _faults(result["faults"])),
         section("Facts", fact_table(_facts(result))),
-        "<footer>Made by spmdkit from drill.json.</footer>",
     ]
-    return page(f"{name} - spmdkit", "\n".join(part for part in body if part))
+    return page(name, body, "spmdkit drill")
 
 
 def _summary(result: Mapping[str, Any]) -> str:
@@ -65,20 +78,21 @@ def _summary(result: Mapping[str, Any]) -> str:
     )
 
 
-def _legend(bars: Sequence[Sequence[Sequence[Any]]]) -> str:
-    """Returns the legend of a time line, with the share of each kind in the total time of all processes."""
+def _time_line(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a legend, with the share of each kind in the total time of all processes, and a row per process."""
     seconds = {kind: sum(bar[2] - bar[1] for row in bars for bar in row if bar[0] == kind) for kind in KINDS}
     total = sum(seconds.values()) or 1.0
-    box = "display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:6px;vertical-align:-1px"
-    keys = (
-        f'<span><i style="{box};background:{KINDS[kind][0]}"></i>{KINDS[kind][1]} {spent / total:.0%}</span>'
+    keys = [
+        f'<span class="swatch {KINDS[kind][0]}">{KINDS[kind][1]} {spent / total:.0%}</span>'
         for kind, spent in seconds.items()
         if spent > 0
-    )
-    return f'<div class="legend">{"".join(keys)}</div>'
+    ]
+    keys += ["<span>&#9660; fault</span>"] if faults else []
+    drawn = large(lambda width, _: _draw(bars, faults, width), 0)
+    return f'<div class="legend">{"".join(keys)}</div>{drawn}'
 
 
-def time_line(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[str, Any]]) -> str:
+def _draw(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[str, Any]], width: int) -> str:
     """Returns an SVG: one row per process, x: seconds, marks: faults.
 
     Args:
@@ -86,33 +100,31 @@ def time_line(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[
         faults: with `at_s`, `process`, `fault`.
     """
     end = max((bar[2] for row in bars for bar in row), default=1.0) or 1.0
-    across = (WIDTH - LEFT - RIGHT) / end
-    height = TOP + ROW * len(bars) + BOTTOM
+    x, base = Scale(0.0, end, LEFT, width - RIGHT, gap=90), TOP + ROW * len(bars)
     parts = [
-        f'<svg class="chart timeline" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="what each process did">'
+        f'<svg class="timeline" viewBox="0 0 {width} {base + BOTTOM}" role="img" aria-label="work of each process">'
     ]
-    base = TOP + ROW * len(bars)
-    for tick in linear_ticks(0, end):
-        x = LEFT + tick * across
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 4}" y2="{base}"/>')
-        anchor = "end" if x > WIDTH - 30 else "middle"
-        parts.append(f'<text x="{x:.1f}" y="{base + 16}" text-anchor="{anchor}">{tick:g} s</text>')
+    for tick in x.ticks():
+        parts.append(f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{TOP - 4}" y2="{base}"/>')
+        anchor = "end" if x(tick) > width - 30 else "middle"
+        parts.append(f'<text x="{x(tick):.1f}" y="{base + 16}" text-anchor="{anchor}">{tick:g} s</text>')
     for process, row in enumerate(bars):
         y = TOP + ROW * process
         parts.append(f'<text x="0" y="{y + 15}">p{process}</text>')
         for kind, begin, stop in row:
-            wide = (stop - begin) * across
+            wide = x(stop) - x(begin)
             if wide < 0.15:
                 continue
+            style, name = KINDS[kind]
             parts.append(
-                f'<rect x="{LEFT + begin * across:.1f}" y="{y + 2}" width="{max(wide, 0.4):.1f}" height="{ROW - 6}" '
-                f'fill="{KINDS[kind][0]}"><title>p{process} {KINDS[kind][1]}, {begin:.1f} to {stop:.1f} s</title></rect>'
+                f'<rect class="{style}" x="{x(begin):.1f}" y="{y + 2}" width="{max(wide, 0.4):.1f}" height="{ROW - 6}">'
+                f"<title>p{process} {name}, {begin:.1f} to {stop:.1f} s</title></rect>"
             )
     for fault in faults:
-        x, y = LEFT + fault["at_s"] * across, TOP + ROW * fault["process"]
+        at, y = x(fault["at_s"]), TOP + ROW * fault["process"]
         parts.append(
-            f'<g class="fault"><line class="bad" x1="{x:.1f}" x2="{x:.1f}" y1="{y - 3}" y2="{y + ROW - 3}"/>'
-            f'<path d="M{x - 4:.1f} {y - 9} h8 l-4 7 z" fill="#dc2626"/>'
+            f'<g class="fault"><line x1="{at:.1f}" x2="{at:.1f}" y1="{y - 3}" y2="{y + ROW - 3}"/>'
+            f'<path d="M{at - 5:.1f} {y - 9} h10 l-5 8 z"/>'
             f"<title>{escape(str(fault['fault']))} at {fault['at_s']:.1f} s, step {fault['step']}</title></g>"
         )
     return "".join([*parts, "</svg>"])
@@ -136,6 +148,7 @@ def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
 
 def _facts(result: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [
+        ("config", result["config"]),
         ("exit code", result["exit_code"]),
         (
             "seconds from the first step to the end",

@@ -4,15 +4,16 @@ phase. Uses only `matrix.json`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from spmdkit.foundation.formatting import format_seconds
-from spmdkit.metrics.report.page import KEEP, WIDE, cards, heading, page, section, table
+from spmdkit.metrics.report.page import KEEP, SHORT, WIDE, cards, heading, mark, page, section, table
 
 
 def matrix_page(result: Mapping[str, Any]) -> str:
     """Returns the page of a matrix (`spmdkit drill CONFIG --matrix --json`)."""
-    name = f"faults of {result['config']}"
+    name = f"fault matrix of {Path(result['config']).name}"
     pill = ("good", "passed") if result["passed"] else ("bad", "goals missed")
     facts = [f"{result['num_cells']} cells", result["date"], result["machine"]]
     missed = [(row["cell"], "; ".join(row["missed"])) for row in result["cells"] if row["missed"]]
@@ -20,12 +21,11 @@ def matrix_page(result: Mapping[str, Any]) -> str:
     body = [
         heading(name, [pill], facts),
         cards(_summary(result)),
-        section("Detected, recovered, steps repeated", table(*_cells(result))),
+        section("Detection time, recovery time, steps repeated", table(*_cells(result))),
         section("Cells that miss a goal", table({"cell": KEEP, "reason": WIDE}, missed)) if missed else "",
-        section("Not applicable", table({"cell": KEEP, "reason": WIDE}, reasons)),
-        "<footer>Made by spmdkit from matrix.json.</footer>",
+        section("Not applicable", table({"cell": KEEP, "reason": WIDE}, reasons)) if reasons else "",
     ]
-    return page(f"{name} - spmdkit", "\n".join(part for part in body if part))
+    return page(name, body, "spmdkit drill --matrix")
 
 
 def _summary(result: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -43,12 +43,12 @@ def _cells(result: Mapping[str, Any]) -> tuple[dict[str, str], list[tuple[str, .
     phases = list(dict.fromkeys(row["phase"] for row in rows))
     texts = {(row["kind"], row["num_processes"], row["phase"]): _text(row) for row in rows}
     lines = dict.fromkeys((row["kind"], row["num_processes"]) for row in rows)
-    columns = {"fault": KEEP, "processes": KEEP} | dict.fromkeys(phases, WIDE)
+    columns = {"fault": KEEP, "processes": KEEP} | dict.fromkeys(phases, SHORT)
     return columns, [(kind, str(num), *(texts.get((kind, num, phase), "") for phase in phases)) for kind, num in lines]
 
 
 def _text(row: Mapping[str, Any]) -> str:
     if row["missed"]:
-        return "missed"
+        return mark("bad", "missed")
     seconds: Callable[[str], str] = lambda key: "-" if row[key] is None else format_seconds(row[key])
     return f"{seconds('detection_s')}, {seconds('recovery_s')}, {row['steps_repeated']}"

@@ -10,6 +10,7 @@ import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,16 @@ from spmdkit.metrics.report.chart import Series, legend, line_chart
 from spmdkit.metrics.report.communication import communication_section
 from spmdkit.metrics.report.page import (
     KEEP,
+    NUM_COLORS,
     NUMBER,
     WIDE,
-    Html,
     cards,
+    chart_grid,
     code,
     fact_table,
     heading,
+    large,
+    mark,
     page,
     paragraph,
     section,
@@ -77,7 +81,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         _json_object(folder / file) for file in ("environment.json", "plan.json", "communication/communication.json")
     ]
     path = folder / "report.html"
-    write_text(path, page(f"{name} - spmdkit", report_body(name, records, events, _config(folder), *files)))
+    body = report_body(name, records, events, _config(folder), *files)
+    write_text(path, page(name, [body], "spmdkit report"))
     return path
 
 
@@ -96,7 +101,7 @@ def report_body(
     body = [
         _heading(name, records, events),
         _summary(train, evaluations, events),
-        section("Loss", _chart("loss", train, evaluations, width=920, height=340)),
+        section("Loss", _chart("loss", train, evaluations, is_large=True)),
         _evaluations(evaluations),
         _other_metrics(train, evaluations),
         _throughput(train),
@@ -105,7 +110,6 @@ def report_body(
         section("Config", f"<pre>{escape(config)}</pre>" if config else paragraph("No config.yaml was found.", "none")),
         section("Environment", _environment_table(environment)),
         section("Events", _timeline(events)),
-        "<footer>Made by spmdkit from the files of the run directory.</footer>",
     ]
     return "\n".join(part for part in body if part)
 
@@ -144,12 +148,15 @@ def _summary(train: Sequence[Record], evaluations: Sequence[Record], events: Seq
     )
 
 
-def _chart(key: str, train: Sequence[Record], evaluations: Sequence[Record], width: int, height: int) -> str:
+def _chart(key: str, train: Sequence[Record], evaluations: Sequence[Record], is_large: bool = False) -> str:
     splits = sorted({str(r["split"]) for r in evaluations})
     series = [Series("train", _points(train, key))]
-    series += [Series(s, _points([r for r in evaluations if str(r["split"]) == s], key), "eval") for s in splits]
+    for number, split in enumerate(splits, 1):
+        points = _points([r for r in evaluations if str(r["split"]) == split], key)
+        series.append(Series(split, points, number % NUM_COLORS, has_dots=True))
     series = [s for s in series if s.points]
-    return legend(series) + line_chart(series, key, width, height)
+    draw = partial(line_chart, series, key)
+    return legend(series) + (large(draw, 340) if is_large else draw(440, 230))
 
 
 def _evaluations(evaluations: Sequence[Record]) -> str:
@@ -161,9 +168,7 @@ def _evaluations(evaluations: Sequence[Record]) -> str:
     best = [i for i, r in enumerate(evaluations) if least is not None and r.get("loss") == least]
     rows = [[_cell(record.get(n, "")) for n in names] for record in evaluations]
     shown = table({n: WIDE if n == "split" else NUMBER for n in names}, rows, best)
-    return section(
-        "Evaluations", shown + (paragraph("Highlighted: the lowest evaluation loss.", "note after") if best else "")
-    )
+    return section("Evaluations", shown + (paragraph("Highlighted: the lowest evaluation loss.") if best else ""))
 
 
 def _other_metrics(train: Sequence[Record], evaluations: Sequence[Record]) -> str:
@@ -171,12 +176,10 @@ def _other_metrics(train: Sequence[Record], evaluations: Sequence[Record]) -> st
     names = sorted({k for r in every for k, v in r.items() if _number(v) is not None} - {*FIRST_KEYS, *LAST_KEYS})
     if not names:
         return ""
-    charts = [
-        f"<div><h3>{escape(n)}</h3>{_chart(n, train, evaluations, 440, 230)}</div>" for n in names[:MAX_SMALL_CHARTS]
-    ]
+    charts = [(name, _chart(name, train, evaluations)) for name in names[:MAX_SMALL_CHARTS]]
     hidden = len(names) - len(charts)
-    more = paragraph(f"{hidden} more in metrics.jsonl.", "note after") if hidden else ""
-    return section("Other metrics", f'<div class="small">{"".join(charts)}</div>{more}')
+    more = paragraph(f"{hidden} more in metrics.jsonl.") if hidden else ""
+    return section("Other metrics", chart_grid(charts) + more)
 
 
 def _throughput(train: Sequence[Record]) -> str:
@@ -194,8 +197,8 @@ def _throughput(train: Sequence[Record]) -> str:
         ("input wait", f"{min(1.0, statistics.fmean(waits)):.1%} of the step time" if waits else ""),
     ]
     series = Series("examples/s", _points(train, "examples_per_s"))
-    chart = line_chart([series], "examples/s", 920, 220) if rates else ""
-    text = paragraph("Compilation, evaluation and saving are left out.", "note after")
+    chart = large(partial(line_chart, [series], "examples/s"), 220) if rates else ""
+    text = paragraph("Compilation, evaluation and saving are excluded.")
     return section("Throughput", fact_table(facts) + chart + text)
 
 
@@ -218,10 +221,10 @@ def plan_section(plan: Mapping[str, Any], step_times_s: Sequence[float]) -> str:
     facts = [
         ("memory per device", f"{format_bytes(peak)} of {format_bytes(limit)}"),
         ("bytes sent per device and step", "unknown" if sent is None else format_bytes(sent)),
-        ("predicted step time", "not known" if predicted is None else format_seconds(predicted)),
-        ("step, measured (median)", format_seconds(statistics.median(step_times_s)) if step_times_s else ""),
+        ("predicted step time", "unknown" if predicted is None else format_seconds(predicted)),
+        ("measured step time, median", format_seconds(statistics.median(step_times_s)) if step_times_s else ""),
         ("bound by", time.get("bound")),
-        ("rates", f"measured on {calibrated}" if calibrated else "of the chip table"),
+        ("rates", f"measured on {calibrated}" if calibrated else "from the chip table"),
     ]
     findings = plan.get("findings")
     rows = "".join(
@@ -274,11 +277,10 @@ def _timeline(events: Sequence[Record]) -> str:
         since = f"+{format_duration(at - first)}" if at is not None and first is not None else ""
         details = ", ".join(f"{k}: {_cell(v)}" for k, v in event.items() if k not in ("event", "time", "process"))
         moment = _clock_text(at) if at is not None else event.get("time", "")
-        dot = Html(f'<span class="dot {TONES.get(name, "")}"></span>{escape(name)}')
-        rows.append((moment, since, event.get("process", ""), dot, details))
+        rows.append((moment, since, event.get("process", ""), mark(TONES.get(name, ""), name), details))
     hidden = f"The last {len(rows)} of {len(events)} events." if len(events) > len(rows) else ""
     columns = {"time (UTC)": KEEP, "since start": KEEP, "process": WIDE, "event": KEEP, "details": WIDE}
-    return table(columns, rows) + (paragraph(hidden, "note after") if hidden else "")
+    return table(columns, rows) + (paragraph(hidden) if hidden else "")
 
 
 def _config(folder: Path) -> str | None:

@@ -9,15 +9,23 @@ from html import escape
 from pathlib import Path
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.files import write_text
 from spmdkit.foundation.formatting import format_count
 from spmdkit.metrics.report.chart import BOTTOM, LEFT, RIGHT, TOP, Scale, axes
-from spmdkit.metrics.report.page import KEEP, heading, page, paragraph, section, table
+from spmdkit.metrics.report.page import (
+    KEEP,
+    NUM_COLORS,
+    NUMBER,
+    chart_grid,
+    heading,
+    page,
+    paragraph,
+    section,
+    table,
+    write_page,
+)
 
 WIDTH, HEIGHT = 440, 280
 INCHES, DPI = (5.0, 4.0), 120
-STYLES = ("train", "eval")
-NUMBER = ' class="number keep"'
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Chart:
         return min(self.ticks) > 0 and max(self.ticks) >= 4 * min(self.ticks)
 
 
-def write_page(
+def write_rows(
     name: str,
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
@@ -67,15 +75,11 @@ def write_page(
         ConfigError: the file cannot be written.
     """
     columns = {column: KEEP if number < 2 else NUMBER for number, column in enumerate(head)}
-    shown = table(columns, rows) + "".join(paragraph(note, "note after") for note in notes)
-    drawn = "".join(f"<div><h3>{escape(chart.label)}</h3>{draw(chart)}</div>" for chart in charts if chart.points)
-    body = [heading(name, [], []), section("Plans", shown)]
-    body += [section("Charts", f'<div class="small">{drawn}</div>')] if drawn else []
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, page(f"{name} - spmdkit plan", "\n".join([*body, "<footer>Made by spmdkit plan.</footer>"])))
-    except OSError as error:
-        raise ConfigError(f"--html {path} cannot be written ({error.strerror}). Choose another folder.") from error
+    shown = table(columns, rows) + "".join(map(paragraph, notes))
+    drawn = [(chart.label, draw(chart)) for chart in charts if chart.points]
+    body = [heading(name, [], [f"{len(rows)} plans"]), section("Plans", shown)]
+    body += [section("Charts", chart_grid(drawn))] if drawn else []
+    write_page(page(name, body, "spmdkit plan"), path)
 
 
 def draw(chart: Chart) -> str:
@@ -86,11 +90,11 @@ def draw(chart: Chart) -> str:
     y = Scale(0.0, 1.08 * max(value for _, value in chart.points), HEIGHT - BOTTOM, TOP)
     up = {tick: format_count(tick) if tick >= 1 else f"{tick:.3g}" for tick in y.ticks()}
     parts = [
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.label)}">',
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.label)}">',
         *axes(x, y, {t: escape(text) for t, text in chart.ticks.items()}, up, escape(chart.x_label), chart.label),
     ]
     for number, (name, points) in enumerate(chart.series.items()):
-        style = STYLES[number % len(STYLES)]
+        style = f"c{number % NUM_COLORS}"
         line = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
         parts.append(f'<polyline class="{style}" points="{line}"/>')
         for a, b in points:
