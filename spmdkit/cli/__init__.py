@@ -303,6 +303,7 @@ def verify(
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
     resume: Annotated[Path | None, typer.Option(help="File of finished cases, which are not run again.")] = None,
     locate: Annotated[bool, typer.Option("--locate", help="Report the first differing line for mutants too.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write the report as an HTML page.", metavar="FILE")] = None,
     json_: AsJson = False,
 ) -> None:
     """Check that each mesh computes what one device does: loss, gradient, update, evaluation. Exit code 0 or 1."""
@@ -321,7 +322,7 @@ def verify(
         resume=resume,
         locate=locate,
     )
-    raise SystemExit(run_verify(_load(config, overrides), options, as_json=json_))
+    raise SystemExit(run_verify(_load(config, overrides), options, as_json=json_, html=html))
 
 
 app.command(

@@ -77,10 +77,8 @@ def _difference(case: Mapping[str, Any]) -> str:
 def _mutants(mutants: list[Mapping[str, Any]]) -> str:
     rows = [
         (
-            *(
-                mutant["name"],
-                mark("good", mutant["by"]) if mutant["caught"] else mark("bad", f"missed: {mutant['by']}"),
-            ),
+            mutant["name"],
+            mark("good", mutant["by"]) if mutant["caught"] else mark("bad", f"missed: {mutant['by']}"),
             describe_case(mutant["mesh"], mutant["microbatches"]) if "mesh" in mutant else "",
             mutant.get("description", ""),
         )

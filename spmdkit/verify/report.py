@@ -53,9 +53,15 @@ class VerifyOptions:
     locate: bool = False
 
 
-def run_verify(config: Config, options: VerifyOptions, *, as_json: bool) -> int:
-    """Prints the report; returns 0 if every case equals one device and every mutant is caught, else 1."""
+def run_verify(config: Config, options: VerifyOptions, *, as_json: bool, html: Path | None = None) -> int:
+    """Prints the report, and writes its page to `html`. Returns 0 if every case equals one device and every mutant is
+    caught, else 1."""
     report = verify_config(config, options, lambda text: print(text, file=sys.stderr, flush=True))
+    if html is not None:
+        from spmdkit.metrics.report.page import write_page
+        from spmdkit.verify.page import verify_page
+
+        write_page(verify_page(report), html)
     if as_json:
         print_json(report)
     else:

@@ -1,31 +1,21 @@
 """The page of a plan: what it holds, and how a browser shows it."""
 
 import io
-import shutil
-import subprocess
 from html import escape
 
 import pytest
 from rich.console import Console
 
 from spmdkit.metrics.report.drawing import group_numbers
-from spmdkit.metrics.report.plan import plan_page, write_page
+from spmdkit.metrics.report.plan import plan_page
 from spmdkit.metrics.report.run import plan_section
 from spmdkit.plan.command import make_plan
 from spmdkit.plan.error_bars import ERROR_BARS, error_bar
 from spmdkit.plan.machine.target import parse_target
 from spmdkit.plan.table import show
+from tests.support.browser import CHROMIUM, problems
 from tests.support.plan_files import config
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--hide-scrollbars",
-    "--virtual-time-budget=2000",
-]
+from tests.support.sample_pages import sample_pages
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +32,9 @@ def test_the_page_holds_every_part_and_loads_nothing(plan):
         assert row["cause"] in text
     for row in plan["lines"]:
         assert escape(row["text"]) in text
-    assert text.count("<rect class=") == len(plan["timeline"]["spans"]) > 5
+    assert text.count('height="20"><title>') == len(plan["timeline"]["spans"]) > 5
+    assert text.count(" rx=") == 8 * len(plan["wire"]["by_axes"]), "a square per device"
+    assert text.count("<i class=") == len(plan["memory"]["parts"]) + len(plan["time"]["parts"])
     assert "default-src 'none'" in text
     assert "<script" not in text and "http" not in text.replace("http-equiv", "")
 
@@ -77,35 +69,24 @@ def test_a_step_without_a_program_has_a_page(plan):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium (make test tries)")
-@pytest.mark.parametrize("pixels", [1400, 420])
-def test_a_browser_shows_the_page(plan, tmp_path, pixels):
-    long = {"severity": "note", "code": "code", "message": "a" * 90, "source": "b" * 90, "fix": "c" * 90}
-    page = write_page(plan | {"findings": [long]}, tmp_path / "plan.html")
-    # A probe is put into a copy: the page itself runs nothing.
-    count = "document.querySelectorAll('{}').length"
-    counts = f"{count.format('svg.mesh rect')}, {count.format('.stack.memory i')}"
-    inside = "[...document.querySelectorAll('main *')].filter(x => !x.closest('.scroll, svg'))"
-    right = f"Math.max(...{inside}.map(x => x.getBoundingClientRect().right))"
-    bars = "Math.round(Math.min(...[...document.querySelectorAll('.stack + .line b')].map(x => x.clientWidth)))"
-    sizes = f"document.documentElement.scrollWidth, Math.round({right}), {bars}, innerWidth"
-    title = f"[{sizes}, {counts}].join(' ')"
-    probe = f"<script>parent.postMessage({title}, '*')</script></body>"
-    text = page.read_text().replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
-    probed = tmp_path / "probed.html"
-    probed.write_text(text.replace("</body>", probe))
-    frame = tmp_path / "frame.html"  # a window has at least 500 pixels
-    style = f'style="width: {pixels}px; height: 1400px; border: 0"'
-    script = "<script>onmessage = event => document.title = event.data</script>"
-    frame.write_text(f'<title></title>{script}<iframe src="probed.html" {style}></iframe>')
-    options = [*FLAGS, f"--window-size={pixels + 200},1500", f"--user-data-dir={tmp_path / 'profile'}"]
-    command = [CHROMIUM, *options, "--dump-dom", f"file://{frame}"]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    width, right, bar, window, rects, parts = map(int, dom.split("<title>")[1].split("</title>")[0].split())
-    assert window == pixels
-    assert max(width, right) <= pixels
-    assert bar > pixels / 20, "the largest part of the memory and of the step has a bar"
-    assert rects == 8 * len(plan["wire"]["by_axes"])
-    assert parts == len(plan["memory"]["parts"])
+def test_a_browser_shows_every_kind_of_page_without_a_fault(plan, tmp_path):
+    pages = sample_pages(plan, tmp_path)
+    mutants = {
+        "no wrap": ("overflow-wrap: anywhere;", "white-space: nowrap;", "the body scrolls"),
+        "pale": ("--soft: #566173", "--soft: #99a0aa", "contrast"),
+        "orphan": ("--middle-first)", "--wide-first)", "a row of tiles is not filled"),
+        "dense": ("line-height: 1.25", "line-height: 0.5", "overlap"),
+        "narrow tiles": (".card b { font-size: 18px; }", ".card { width: 40px; white-space: nowrap; }", "cut off"),
+    }
+    for name, (rule, change, _) in mutants.items():
+        assert rule in pages["drill"]
+        pages[name] = pages["drill"].replace(rule, change)
+    found = problems(pages, (1400, 420, 768, 1600), tmp_path)
+    for name, (*_, problem) in mutants.items():
+        views = [view for view in found if view.startswith(name)]
+        texts = [text for view in views for text in found.pop(view)]
+        assert any(text.startswith(problem) for text in texts), name
+    assert found == {}
 
 
 def test_a_report_compares_plan_and_measurement(plan):

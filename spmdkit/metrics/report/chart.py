@@ -80,7 +80,7 @@ def line_chart(series: Sequence[Series], label: str, width: int = 880, height: i
     x = Scale(*_padded_range(min(steps), max(steps), share=0), LEFT, width - RIGHT, gap=90)
     low, high = (min(values) / 1.15, max(values) * 1.15) if log else _padded_range(min(values), max(values), share=0.06)
     y = Scale(low, high, height - BOTTOM, TOP, log)
-    across = {tick: _tick(tick, x) for tick in x.ticks() if tick == round(tick)}
+    across = {tick: _whole(tick) for tick in x.ticks() if tick == round(tick)}
     up = {tick: _tick(tick, y) for tick in y.ticks()}
     parts = [
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)} over steps">',
@@ -159,15 +159,18 @@ def _tick(value: float, scale: Scale) -> str:
     """Returns the text of a tick, with as many digits as the distance to the next tick needs."""
     if value == 0:
         return "0"
-    thousands = f"{round(value):,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
     if abs(value) >= 1e6 or abs(value) < 1e-3:
-        return f"{value:.6g}" if scale.log else f"{value:.2e}" if value != round(value) else thousands
+        return f"{value:.6g}" if scale.log else f"{value:.2e}" if value != round(value) else _whole(value)
     if scale.log:
         return f"{value:g}"
     ticks = scale.ticks()
     distance = ticks[1] - ticks[0] if len(ticks) > 1 else abs(value)
     digits = min(6, max(0, -math.floor(math.log10(distance) + 1e-9)))
-    return f"{value:.{digits}f}" if digits else thousands
+    return f"{value:.{digits}f}" if digits else _whole(value)
+
+
+def _whole(value: float) -> str:
+    return f"{round(value):,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
 def _line(series: Series, x: Scale, y: Scale) -> list[str]:

@@ -126,7 +126,7 @@ def html(value: Any) -> str:
 
 def code(value: Any) -> Html:
     """Returns an identifier or a source line in a fixed-width font."""
-    return Html(f"<code>{escape(str(value or '')).replace('/', '/<wbr>')}</code>")
+    return Html(f"<code>{escape(str(value or ''))}</code>")
 
 
 def mark(tone: str, text: str) -> Html:

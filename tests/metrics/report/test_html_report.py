@@ -81,7 +81,7 @@ def test_a_report_tells_all_of_a_run(run_dir):
     shown += ["jax 0.10.2", "8 x cpu", "2025-01-31 12:00:00", "+1m20s", "stopped", "step: 500"]
     for word in (*shown, "1m40s between the first and the last event"):
         assert word in words, word
-    assert text.count("<svg") == 4 and text.count('class="best"') == 1
+    assert text.count("<svg") == 6 and text.count('class="best"') == 1
     assert "prefers-color-scheme: dark" in text
 
 
@@ -139,10 +139,12 @@ def test_a_folder_without_metrics_is_a_config_error(tmp_path):
 def test_a_chart_has_ticks_and_a_gap():
     nan = float("nan")
     points = [(1, 3.0), (2, 2.0), (3, nan), (4, 1.0), (5, 1.5)]
-    root = ElementTree.fromstring(line_chart([Series("train", points), Series("eval", [(5, 1.2)], "eval")], "loss"))
+    root = ElementTree.fromstring(
+        line_chart([Series("train", points), Series("eval", [(5, 1.2)], 1, has_dots=True)], "loss")
+    )
     lines = [e.get("points") for e in root.iter("polyline")]
     assert [len(line.split()) for line in lines] == [2, 2]
-    assert [e.get("class") for e in root.iter("circle")] == ["eval"]
+    assert [e.get("class") for e in root.iter("circle")] == ["c1"]
     texts = [e.text for e in root.iter("text")]
     assert {"step", "loss", "1.0", "2.0", "3.0", "4"} <= set(texts)
     assert [e.find("title").text for e in root.iter("line") if e.get("class") == "bad"] == ["train at step 3: nan"]
@@ -178,9 +180,9 @@ def test_thinning_keeps_every_spike():
 
 
 def test_the_state_of_a_run_is_shown(run_dir):
-    assert 'class="pill good">finished' in report(run_dir)[0]
+    assert 'class="pill mark good">finished' in report(run_dir)[0]
     EventLog(run_dir / "events.jsonl", 0).write("restored", step=500)
     EventLog(run_dir / "events.jsonl", 0).write("saved", step=700)
-    assert 'class="pill open">restored' in report(run_dir)[0]
+    assert 'class="pill mark open">restored' in report(run_dir)[0]
     EventLog(run_dir / "events.jsonl", 0).write("stopped", code=77)
-    assert 'class="pill bad">stopped' in report(run_dir)[0]
+    assert 'class="pill mark bad">stopped' in report(run_dir)[0]

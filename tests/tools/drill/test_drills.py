@@ -21,7 +21,7 @@ def test_kill_at_a_step_ends_bitwise_equal(drills):
     assert {bar[0] for bars in result["bars"] for bar in bars} >= {"start", "step", "dead", "restart"}
     assert not (drills.path / "run").exists(), "the run's own directory was touched"
     page = (drills.path / "run_drill" / "1" / "drill.html").read_text()
-    assert page.count('class="chart timeline"') == 2 and page.count('class="fault"') == 1
+    assert page.count('class="timeline"') == 4 and page.count('class="fault"') == 2
     assert drills.by_command("-n", "2", "--kill", "5@17").returncode == 78
 
 
