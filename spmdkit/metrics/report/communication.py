@@ -60,8 +60,8 @@ def _sections(result: Mapping[str, Any]) -> list[str]:
     notes = [f"{row['name']}: refused: {row['refused']}" for row in result["rows"] if row["refused"]]
     notes += [f"{row['name']}: {text}" for row in result["rows"] for text in row.get("notes", ())]
     notes.append(
-        "Bytes are what one device sends in a step of a long run, read from the compiled programs. Time is of blocks "
-        "trained in turns, over the neighboring block of sum: the median, and its 95 % interval."
+        "Bytes: sent by one device per step of a long run, counted in the compiled programs. Time: blocks of steps are "
+        "trained in turns, and each is divided by the neighboring block of sum; the median and its 95% interval."
     )
     columns = ("bytes/step", "bytes / sum", "step time", "time / sum", "95% interval", "loss", "loss over sum")
     shown = table({"reducer or sync": KEEP, **dict.fromkeys(columns, NUMBER)}, map(_cells, rows))

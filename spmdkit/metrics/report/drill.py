@@ -132,8 +132,8 @@ def _draw(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[str,
 
 def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
     seconds: Callable[[float | None], str] = lambda x: "" if x is None else format_seconds(x)
-    columns = dict.fromkeys(("fault", "process", "while"), KEEP)
-    columns |= dict.fromkeys(("at", "step", "noticed after", "continues after", "steps lost"), NUMBER)
+    columns = dict.fromkeys(("fault", "process", "phase"), KEEP)
+    columns |= dict.fromkeys(("time", "step", "detected after", "recovered after", "steps repeated"), NUMBER)
     rows = [
         (
             *(f["fault"], f"p{f['process']}", f["phase"], f"{f['at_s']:.1f} s", f["step"], seconds(f["detection_s"])),
@@ -143,7 +143,7 @@ def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
         )
         for f in faults
     ]
-    return table(columns | {"noticed by": WIDE}, rows)
+    return table(columns | {"detected by": WIDE}, rows)
 
 
 def _facts(result: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -151,12 +151,12 @@ def _facts(result: Mapping[str, Any]) -> list[tuple[str, Any]]:
         ("config", result["config"]),
         ("exit code", result["exit_code"]),
         (
-            "seconds from the first step to the end",
-            f"{result['work_s']:.1f} (without a fault {result['undisturbed_work_s']:.1f})",
+            "time from the first step to the end",
+            f"{result['work_s']:.1f} s (without a fault {result['undisturbed_work_s']:.1f} s)",
         ),
-        ("seconds until the first step, without a fault", f"{result['undisturbed_start_s']:.1f}"),
-        ("goodput", "the second of these over the first" if result["goodput"] is not None else ""),
+        ("time until the first step, without a fault", f"{result['undisturbed_start_s']:.1f} s"),
+        ("goodput", "time without a fault / time with the faults" if result["goodput"] is not None else ""),
         ("differences", "; ".join(result["different"])),
         ("folder", result["folder"]),
-        ("made", result["time"]),
+        ("date", result["time"]),
     ]

@@ -92,7 +92,7 @@ th:last-child, td:last-child { padding-right: 4px; }
 th { color: var(--soft); font-weight: 600; overflow-wrap: normal; }
 thead th { position: sticky; top: 0; background: var(--card); vertical-align: bottom; }
 tbody tr:last-child > * { border-bottom: 0; }
-.number { text-align: right; white-space: nowrap; } th.number { white-space: normal; } .keep { white-space: nowrap; }
+.number { text-align: right; white-space: nowrap; } th.number { white-space: normal; } .number:first-child { width: 1%; } .keep { white-space: nowrap; }
 td.text { min-width: 150px; } td.short { overflow-wrap: normal; }
 .facts th { font-weight: 500; width: 32%; padding-right: 24px; }
 tr.best td { background: var(--tint); font-weight: 600; }

@@ -132,9 +132,9 @@ def _memory(document: Mapping[str, Any]) -> str:
 def _time(document: Mapping[str, Any]) -> str:
     time, step_s = document["time"], document["predicted_step_s"]
     if time is None:
-        return paragraph("The compiler made no program: it does not fit.", "none")
-    rates = f"measured on {time['calibrated']}" if time["calibrated"] else "of the chip table"
-    text = f"Rates {rates}. For links, the time that is not overlapped."
+        return paragraph("The step does not fit, so there is no compiled program.", "none")
+    rates = f"are measured on {time['calibrated']}" if time["calibrated"] else "are from the chip table"
+    text = f"Rates {rates}. Links count the time that does not overlap with computation."
     return _stack(time["parts"], step_s, step_s, format_seconds) + paragraph(text)
 
 

@@ -167,7 +167,7 @@ def _evaluations(evaluations: Sequence[Record]) -> str:
     least = min(_finite(evaluations, "loss"), default=None)
     best = [i for i, r in enumerate(evaluations) if least is not None and r.get("loss") == least]
     rows = [[_cell(record.get(n, "")) for n in names] for record in evaluations]
-    shown = table({n: WIDE if n == "split" else NUMBER for n in names}, rows, best)
+    shown = table({n: KEEP if n == "split" else NUMBER for n in names}, rows, best)
     return section("Evaluations", shown + (paragraph("Highlighted: the lowest evaluation loss.") if best else ""))
 
 
