@@ -11,7 +11,7 @@ import numpy as np
 
 from spmdkit.foundation.formatting import format_value
 
-LEFT, RIGHT, TOP, BOTTOM = 64, 20, 14, 40  # margins around the plot, in SVG units
+LEFT, RIGHT, TOP, BOTTOM = 72, 20, 14, 40  # margins around the plot, in SVG units
 LOG_RATIO = 50.0  # a positive series that spans more than this is drawn on a log scale
 MAX_POINTS = 800  # about one per unit of width: more are not visible
 SMOOTH_FROM = 80  # number of records from which a mean line is drawn over the raw one

@@ -94,7 +94,7 @@ def loss_over_bytes(rows: Sequence[Row], width: int, height: int) -> str:
         return paragraph("No row has both bytes and a finite loss.", "none")
     sent = [float(row["bytes_per_step"]) for row in drawn]
     losses = [x for row in drawn for x in map(float, row["loss"])]
-    spread = (max(losses) - min(losses)) * 0.15 or abs(losses[0]) * 0.1 or 1.0
+    spread = max((max(losses) - min(losses)) * 0.15, abs(losses[0]) * 0.01) or 1.0
     x = Scale(min(sent) / 1.6, max(sent) * 1.6, LEFT, width - RIGHT, log=True)
     y = Scale(min(losses) - spread, max(losses) + spread, height - BOTTOM, TOP)
     powers = [2.0**n for n in range(math.ceil(math.log2(x.low)), math.floor(math.log2(x.high)) + 1)]
