@@ -11,7 +11,7 @@ import numpy as np
 
 from spmdkit.foundation.formatting import format_value
 
-LEFT, RIGHT, TOP, BOTTOM = 72, 20, 14, 40  # margins around the plot, in SVG units
+LEFT, RIGHT, TOP, BOTTOM = 80, 20, 14, 40  # margins around the plot, in SVG units
 LOG_RATIO = 50.0  # a positive series that spans more than this is drawn on a log scale
 MAX_POINTS = 800  # about one per unit of width: more are not visible
 SMOOTH_FROM = 80  # number of records from which a mean line is drawn over the raw one
@@ -138,7 +138,7 @@ def axes(
 ) -> list[str]:
     """Returns the axes of a chart with ticks, given as value -> text."""
     left, right, bottom, middle = x.start, x.end, y.start, (y.start + y.end) / 2
-    turned, parts = f'transform="rotate(-90 13 {middle:.0f})"', []
+    turned, parts = f'transform="rotate(-90 12 {middle:.0f})"', []
     for tick, text in up.items():
         at = y(tick)
         parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
@@ -151,7 +151,7 @@ def axes(
         *parts,
         f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>',
         f'<text class="label" x="{(left + right) / 2:.0f}" y="{bottom + 35}" text-anchor="middle">{x_label}</text>',
-        f'<text class="label" x="13" y="{middle:.0f}" text-anchor="middle" {turned}>{escape(y_label)}</text>',
+        f'<text class="label" x="12" y="{middle:.0f}" text-anchor="middle" {turned}>{escape(y_label)}</text>',
     ]
 
 
