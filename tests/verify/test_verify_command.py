@@ -100,7 +100,10 @@ def test_right_task_exits_0_with_json(folder, capfd):
 
 
 def test_wrong_task_exits_1_with_narrow_table(folder, capfd):
-    assert run(*FEW, "task_args.wrong=true", *ROLES) == 1
+    assert run(*FEW, "--html", "new/page.html", "task_args.wrong=true", *ROLES) == 1
+    page = (folder / "new" / "page.html").read_text()
+    parts = ('class="mark bad">differs', "reduced twice", "dp 4", "verify of task.py", ">0 of 1</b>")
+    assert all(part in page for part in parts)
     table = capfd.readouterr().out
     assert (
         "reduced twice" in table
