@@ -122,7 +122,7 @@ def run_sweep(file: Path, arguments: Sequence[str], max_parallel: int = 1) -> li
             raise
     rows = [_row(run, code_) for run, code_ in zip(runs, codes, strict=True)]
     write_json(directory / "sweep.json", rows)
-    write_text(directory / "sweep.html", _page(directory.name, runs, rows))
+    write_text(directory / "sweep.html", sweep_page(directory.name, runs, rows))
     return rows
 
 
@@ -199,8 +199,9 @@ def _text(value: Any) -> str:
     return format_value(value) if isinstance(value, float) else "" if value is None else str(value)
 
 
-def _page(name: str, runs: Sequence[SweepRun], rows: Sequence[Row]) -> str:
-    columns = _shown_columns(rows)
+def sweep_page(name: str, runs: Sequence[SweepRun], rows: Sequence[Row]) -> str:
+    """Returns the page of a sweep: a row for each run, and the loss of the first runs."""
+    columns = sorted(_shown_columns(rows), key="run_dir".__eq__)  # paths last
     shown = [[code(row[c]) if c == "run_dir" else _text(row.get(c)) for c in columns] for row in rows]
     series = []
     for number, run in enumerate(runs[:MAX_CURVES]):

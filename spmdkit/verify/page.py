@@ -35,12 +35,12 @@ def verify_page(report: Mapping[str, Any]) -> str:
     facts = [
         ("cases equal to one device", f"{equal} of {len(cases)}"),
         ("mutants caught", f"{caught} of {len(mutants)}" if mutants else ""),
-        ("largest gradient error", f"{max(errors):.0e}" if errors else ""),
+        ("largest gradient error", _error(max(errors)) if errors else ""),
         ("gradient tolerance", f"{report['tolerances']['gradient']:.0e}"),
     ]
-    notes = [*report["notes"], tolerance_text(report)]
+    notes = [*report["notes"], "Errors are relative to one device.", tolerance_text(report)]
     body = [
-        heading(name, [pill], [report["task"], report["dtype"], f"{len(cases)} cases", f"{report['seconds']:.0f} s"]),
+        heading(name, [pill], [report["task"], report["dtype"], f"{report['seconds']:.0f} s"]),
         cards(facts),
         section("Cases", _cases(report) + "".join(map(paragraph, notes))),
         section("Differences", "".join(_difference(case) for case in cases if not case["passed"]))
@@ -59,10 +59,14 @@ def _cases(report: Mapping[str, Any]) -> str:
     rows = []
     for case in report["cases"]:
         errors = [case.get(f"{key}_error") for key in ERRORS.values()]
-        shown = ["-" if error is None else f"{error:.0e}" if error else "0" for error in errors]
+        shown = ["-" if error is None else _error(error) for error in errors]
         outcome = mark("good", "equal") if case["passed"] else mark("bad", "differs")
         rows.append((describe_case(case["mesh"], case["microbatches"]), outcome, *shown))
     return table({"mesh / microbatches": KEEP, "result": KEEP} | dict.fromkeys(ERRORS, NUMBER), rows)
+
+
+def _error(error: float) -> str:
+    return f"{error:.0e}" if error else "0"
 
 
 def _difference(case: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """One page of every kind, with long names and paths."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 from spmdkit.metrics.report.communication import communication_page
 from spmdkit.metrics.report.drill import KINDS, drill_page
@@ -9,6 +10,7 @@ from spmdkit.metrics.report.page import page
 from spmdkit.metrics.report.plan import plan_page
 from spmdkit.metrics.report.run import report_body
 from spmdkit.metrics.report.sweep import Chart, write_rows
+from spmdkit.tools.sweep import sweep_page
 from spmdkit.verify.page import verify_page
 
 PATH = "/home/someone/projects/a_project_with_a_long_name/configs/a_run_with_a_long_name.yaml"
@@ -32,6 +34,7 @@ def sample_pages(plan, folder):
         "matrix": matrix_page(_matrix()),
         "communication": communication_page(_communication()),
         "verify": verify_page(_verify()),
+        "sweep": _sweep(folder),
     }
 
 
@@ -185,3 +188,16 @@ def _verify():
         "tolerances": {"gradient": 2.1e-05, "loss": 1e-6},
         "one_ulp_moves": {"gradient": 3e-7},
     }
+
+
+def _sweep(folder):
+    rows, runs = [], []
+    for n in range(3):
+        directory = folder / f"learning_rate=0.00{n},seed=0"
+        directory.mkdir()
+        lines = [f'{{"step": {step}, "loss": {(n + 1) / step}}}\n' for step in range(1, 200)]
+        (directory / "metrics.jsonl").write_text("".join(lines))
+        row = {"learning_rate": n / 1000, "seed": 0, "run_dir": f"{PATH}/{directory.name}", "exit_code": 0, "step": 199}
+        rows.append(row | {"loss": 0.1281062, "eval/loss": 0.1336644, "eval/a_long_name_of_a_metric": None})
+        runs.append(SimpleNamespace(directory=directory))
+    return sweep_page("train_sweep", runs, rows)

@@ -77,7 +77,7 @@ def line_chart(series: Sequence[Series], label: str, width: int = 880, height: i
     steps = [step for s in series for step, _ in s.points]
     values = [value for _, value in finite]
     log = min(values) > 0 and max(values) / min(values) > LOG_RATIO
-    x = Scale(*_padded_range(min(steps), max(steps), share=0), LEFT, width - RIGHT, gap=90)
+    x = Scale(*_padded_range(min(steps), max(steps), share=0), LEFT, width - RIGHT, gap=70)
     low, high = (min(values) / 1.15, max(values) * 1.15) if log else _padded_range(min(values), max(values), share=0.06)
     y = Scale(low, high, height - BOTTOM, TOP, log)
     across = {tick: _whole(tick) for tick in x.ticks() if tick == round(tick)}

@@ -100,7 +100,7 @@ def _draw(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[str,
         faults: with `at_s`, `process`, `fault`.
     """
     end = max((bar[2] for row in bars for bar in row), default=1.0) or 1.0
-    x, base = Scale(0.0, end, LEFT, width - RIGHT, gap=90), TOP + ROW * len(bars)
+    x, base = Scale(0.0, end, LEFT, width - RIGHT, gap=70), TOP + ROW * len(bars)
     parts = [
         f'<svg class="timeline" viewBox="0 0 {width} {base + BOTTOM}" role="img" aria-label="work of each process">'
     ]
