@@ -60,6 +60,7 @@ class Beat:
     passed_s: float = 0.0  # seconds since `hooks_passed` changed
     requested: str = ""  # the action that `hook` requested of all processes, until they perform it
     in_jax: bool = False  # in the step or an evaluation for a second: the training thread waits in jax, for devices
+    unanswered: bool = False  # likewise: a peer acknowledges nothing on one of its connections
 
     @property
     def works(self) -> bool:
@@ -137,8 +138,9 @@ def blocking_processes(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> 
 
     A process that works and exceeds its limit blocks the others; in an evaluation only the reading process does, or the
     one that is not in jax. In the step all processes wait for each other. There the job hangs when all of them exceed
-    the limit. The processes at fault are those without a heartbeat, otherwise those in a callback, otherwise those at
-    the lowest step, in it or waiting before it; if some of them are in jax, the others.
+    the limit. The processes at fault are those without a heartbeat, otherwise those in a callback, otherwise those
+    with a broken connection, otherwise those at the lowest step, in it or waiting before it; if some of them are in
+    jax, the others.
     """
     reads = {p for p, b in beats.items() if b.phase == EVALUATION and b.detail == READING}
     over = [
@@ -147,14 +149,16 @@ def blocking_processes(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> 
         if b.works and b.overdue and not (reads and b.phase == EVALUATION and p not in reads)
     ]
     if any(beats[p].phase == EVALUATION and beats[p].in_jax for p in over):  # these wait for one that is elsewhere
-        over = [p for p, b in beats.items() if b.is_elsewhere] or over
+        elsewhere = [p for p, b in beats.items() if b.is_elsewhere]
+        over = list(set(quiet) & set(beats)) or [p for p, b in beats.items() if b.unanswered] or elsewhere or over
     if over:
         return tuple(sorted(over))
     in_step = {p: b for p, b in beats.items() if b.phase == STEP}
     if not in_step or any(b.works for b in beats.values()) or not all(b.overdue for b in in_step.values()):
         return ()
-    in_callback = {p for p, b in beats.items() if b.callback}
-    if suspects := sorted(set(quiet) & set(beats)) or sorted(in_callback):
+    in_callback = sorted(p for p, b in beats.items() if b.callback)
+    unanswered = sorted(p for p, b in beats.items() if b.unanswered)
+    if suspects := sorted(set(quiet) & set(beats)) or in_callback or unanswered:
         return tuple(suspects)
     least = min(b.step for b in beats.values())
     last = sorted(p for p, b in beats.items() if b.step == least)

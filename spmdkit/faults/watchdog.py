@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from spmdkit.errors import ExitCode, SpmdkitError
-from spmdkit.faults import exit_handler, stacks
+from spmdkit.faults import exit_handler, sockets, stacks
 from spmdkit.faults.heartbeat import (
     STEP,
     Beat,
@@ -205,10 +205,11 @@ class Watchdog:
         may_wait_for_callback = place.phase in (STEP, phase.WAITING) and since > HEARTBEAT_INTERVAL_S
         callback = stacks.callback_line() if may_wait_for_callback else ""
         passed_s = now - self._passed[1]
+        waits = place.phase in (STEP, phase.EVALUATION) and since > HEARTBEAT_INTERVAL_S
         return Beat(
             *(place.phase, place.detail, place.step, since, limit, spent),
             *(hook, passed, callback, passed_s, requested),
-            place.phase in (STEP, phase.EVALUATION) and since > HEARTBEAT_INTERVAL_S and stacks.in_jax(self._main),
+            *(waits and stacks.in_jax(self._main), waits and self._num > 1 and sockets.unanswered()),
         )
 
     def _judge(self, now: float) -> None:

@@ -52,6 +52,10 @@ def in_jax(phase, phase_s, step=812):
     return beat(phase, phase_s, step=step, in_jax=True)
 
 
+def cut_off(phase):
+    return beat(phase, 11, in_jax=True, unanswered=True)
+
+
 def reads(phase_s):
     return beat("evaluation", phase_s, detail="reading data")
 
@@ -80,6 +84,10 @@ def test_beat_is_read_as_written():
         ("in the step one is behind, in jax", {0: beat("step", 11), 1: in_jax("step", 11, 811)}, [], (1,)),
         ("in an evaluation who is not in jax", {0: beat("evaluation", 9), 1: in_jax("evaluation", 11)}, [], (0,)),
         ("in an evaluation all are in jax", {0: in_jax("evaluation", 9), 1: in_jax("evaluation", 11)}, [], (1,)),
+        ("in an evaluation who is silent", {0: in_jax("evaluation", 9), 1: in_jax("evaluation", 11)}, [0], (0,)),
+        ("a broken connection", {0: cut_off("step"), 1: cut_off("step"), 2: in_jax("step", 11, 811)}, [], (0, 1)),
+        ("the same in an evaluation", {0: cut_off("evaluation"), 1: in_jax("evaluation", 12)}, [], (0,)),
+        ("a broken connection and a callback", {0: cut_off("step"), 1: beat("step", 11, callback="x")}, [], (1,)),
         ("who has just arrived", {0: beat("evaluation", 0.5), 1: in_jax("evaluation", 11)}, [], (1,)),
         (
             "in the step the one in a callback",
