@@ -138,9 +138,9 @@ def blocking_processes(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> 
 
     A process that works and exceeds its limit blocks the others; in an evaluation only the reading process does, or the
     one that is not in jax. In the step all processes wait for each other. There the job hangs when all of them exceed
-    the limit. The processes at fault are those without a heartbeat, otherwise those in a callback, otherwise those
-    with a broken connection, otherwise those at the lowest step, in it or waiting before it; if some of them are in
-    jax, the others.
+    the limit, or the last one if it is not in jax. The processes at fault are those without a heartbeat, otherwise
+    those in a callback, otherwise those with a broken connection, otherwise those at the lowest step, in it or waiting
+    before it; if some of them are in jax, the others.
     """
     reads = {p for p, b in beats.items() if b.phase == EVALUATION and b.detail == READING}
     over = [
@@ -154,15 +154,17 @@ def blocking_processes(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> 
     if over:
         return tuple(sorted(over))
     in_step = {p: b for p, b in beats.items() if b.phase == STEP}
-    if not in_step or any(b.works for b in beats.values()) or not all(b.overdue for b in in_step.values()):
+    if not in_step or any(b.works for b in beats.values()):
         return ()
     in_callback = sorted(p for p, b in beats.items() if b.callback)
     unanswered = sorted(p for p, b in beats.items() if b.unanswered)
-    if suspects := sorted(set(quiet) & set(beats)) or in_callback or unanswered:
-        return tuple(suspects)
+    suspects = sorted(set(quiet) & set(beats)) or in_callback or unanswered
     least = min(b.step for b in beats.values())
     last = sorted(p for p, b in beats.items() if b.step == least)
-    return tuple([p for p in last if not beats[p].in_jax] or last)
+    idle = [p for p in last if not beats[p].in_jax]
+    others_wait = all(b.in_jax or b.phase == WAITING for p, b in beats.items() if p not in idle)
+    one_hangs = bool(idle) and others_wait and all(beats[p].overdue for p in idle)
+    return tuple(suspects or idle or last) if one_hangs or all(b.overdue for b in in_step.values()) else ()
 
 
 class OneSidedHooks:

@@ -166,8 +166,8 @@ def test_matrix_of_other_settings_is_refused(tmp_path):
 SHORT = {
     1: "kill@start hang-import@start hang-data@first-step hang-step@steady-state hang-hook@steady-state hang-save@save "
     "clock@steady-state slow@steady-state memory@first-step kill@restore term@evaluation nan@steady-state "
-    "bit-flip@first-step truncate@restore corrupt@save disk-full@restore",
-    2: "kill@steady-state stop@steady-state partition@evaluation service@save",
+    "bit-flip@first-step truncate@restore corrupt@save disk-full@restore kill@end",
+    2: "stop@steady-state partition@evaluation service@save",
 }
 FIRST, *OTHERS = ([f"{name}/{num}" for name in text.split()] for num, text in SHORT.items())
 FIRST, OTHERS = [FIRST[0], OTHERS[0][0]], [*OTHERS[0][1:], *FIRST[1:]]
