@@ -8,8 +8,9 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 
 TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
-ESTABLISHED, MIN_RETRANSMISSIONS = "01", 3
-"""Three retransmissions take about 1.4 s without an acknowledgement. A few lost packets are retransmitted once."""
+ESTABLISHED, SYN_SENT, MIN_RETRANSMISSIONS = "01", "02", 3
+"""Three retransmissions take 1.4 s without an acknowledgement (of a new connection 3 to 7 s). A few lost packets are
+retransmitted once."""
 
 
 def unanswered() -> bool:
@@ -28,6 +29,7 @@ def retransmits(rows: Iterable[str], sockets: Container[str]) -> bool:
     (Documentation/networking/proc_net_tcp.rst of Linux)."""
     for row in rows:
         _, _, _, state, _, _, count, _, _, inode = row.split()[:10]
-        if state == ESTABLISHED and int(count, 16) >= MIN_RETRANSMISSIONS and f"socket:[{inode}]" in sockets:
+        is_stuck = state in (ESTABLISHED, SYN_SENT) and int(count, 16) >= MIN_RETRANSMISSIONS
+        if is_stuck and f"socket:[{inode}]" in sockets:
             return True
     return False

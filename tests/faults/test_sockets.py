@@ -18,7 +18,8 @@ ROW = "0: 01004D0A:9C40 02004D0A:1F90 {state} 00000400:00000000 01:00000064 {cou
         ("01", "0000000A", 71, True),
         ("01", "00000002", 71, False),
         ("01", "00000003", 72, False),
-        ("02", "00000003", 71, False),
+        ("02", "00000003", 71, True),
+        ("06", "00000003", 71, False),
     ],
 )
 def test_connection_that_retransmits_in_vain(state, count, inode, broken):
