@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,10 +20,19 @@ ended. An empty cell is not applicable, or not measured.
 """
 
 
-def main(path: Path) -> None:
-    result = json.loads(path.read_text())
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    PAGE.write_text("\n".join([HEAD, *facts(result), "", *table(result["cells"]), "", *missed(result), ""]))
+def main(path: Path, note: str = "") -> None:
+    """Writes both files. `note`: how the runs were made."""
+    result = json.loads(path.read_text()) | ({"note": note} if note else {})
+    for row in result["cells"]:
+        if not row["missed"]:
+            row.pop("message", None)
+    lines = {key: json.dumps(value) for key, value in result.items()}
+    for key in ("cells", "not_applicable"):
+        lines[key] = "[\n  " + ",\n  ".join(map(json.dumps, result[key])) + "\n ]"
+    RESULT.write_text("{\n" + ",\n".join(f" {json.dumps(key)}: {text}" for key, text in lines.items()) + "\n}\n")
+    PAGE.write_text(
+        "\n".join([HEAD, *facts(result), "", *table(result["cells"]), "", *missed(result), "", *impossible(result), ""])
+    )
 
 
 def facts(result: dict) -> list[str]:
@@ -43,6 +53,7 @@ def facts(result: dict) -> list[str]:
         f"| detected within the timeout + 1 s | {len(rows) - late} of {len(rows)} |",
         f"| bitwise as without faults, where promised | {sum(map(bool, promised))} of {len(promised)} |",
         f"| machine | {result['machine']}, {result['date']} |",
+        *([f"| runs | {result['note']} |"] if "note" in result else []),
     ]
 
 
@@ -63,7 +74,9 @@ def cell(rows: list[dict]) -> str:
     if not rows:
         return ""
     longest = lambda key: max((row[key] for row in rows if row[key] is not None), default=None)
-    times = ["-" if value is None else f"{value:.1f}" for value in map(longest, ("detection_s", "recovery_s"))]
+    times = [
+        "-" if value is None else f"{max(value, 0.0):.1f}" for value in map(longest, ("detection_s", "recovery_s"))
+    ]
     text = " / ".join([*times, str(longest("steps_repeated"))])
     return f"{text} (missed)" if any(row["missed"] for row in rows) else text
 
@@ -75,5 +88,10 @@ def missed(result: dict) -> list[str]:
     return ["Cells that miss a goal:", "", *(f"- `{row['cell']}`: {'; '.join(row['missed'])}" for row in rows)]
 
 
+def impossible(result: dict) -> list[str]:
+    counts = Counter(each["why"] for each in result["not_applicable"])
+    return ["Cells that are not applicable:", "", *(f"- {count}: {why}" for why, count in counts.most_common())]
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
