@@ -75,7 +75,7 @@ def cell(rows: list[dict]) -> str:
         return ""
     longest = lambda key: max((row[key] for row in rows if row[key] is not None), default=None)
     times = [
-        "-" if value is None else f"{max(value, 0.0):.1f}" for value in map(longest, ("detection_s", "recovery_s"))
+        "-" if value is None else f"{max(0.0, value):.1f}" for value in map(longest, ("detection_s", "recovery_s"))
     ]
     text = " / ".join([*times, str(longest("steps_repeated"))])
     return f"{text} (missed)" if any(row["missed"] for row in rows) else text
