@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--virtual-time-budget=5000"]
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--virtual-time-budget=20000"]
 DARK = "@media (prefers-color-scheme: dark)"
 POLICY = "default-src 'none'"
 HEIGHT = 900
