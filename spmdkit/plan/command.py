@@ -205,7 +205,7 @@ def _print_rows(
     pricing = options.pricing()
     if options.html is not None:
         notes = [*([sentence] if sentence else []), *reasons(rows), *notes_of(rows, pricing)]
-        write_rows(f"{path.stem}, {first}", *table_of(first, rows), charts, notes, options.html)
+        write_rows(f"plans of {path.stem} by {first}", *table_of(first, rows), charts, notes, options.html)
     if options.as_json:
         print_json({"config": str(path)} | result)
     else:

@@ -95,12 +95,13 @@ def cells(row: Row) -> list[str]:
     """Returns what a table shows of a row, below `HEAD`."""
     cost, money = row.get("cost") or {}, partial(_money, (row.get("cost") or {}).get("currency"))
     known: Callable[[Any, Callable[[Any], str]], str] = lambda value, form: "" if value is None else form(value)
-    per_s = row.get("tokens_per_s")
+    tokens_per_s = row.get("tokens_per_s")
     memory = f"{format_bytes(row['peak_bytes'])}" if "peak_bytes" in row else ""
     return [
         {"fits": "yes", "does not fit": "no"}.get(row["status"], str(row["status"])),
         known(row.get("predicted_step_s"), format_seconds),
-        known(per_s or row.get("examples_per_s"), format_count) + ("" if per_s or memory == "" else " ex"),
+        known(None if tokens_per_s else row.get("examples_per_s"), format_count),
+        known(tokens_per_s, format_count),
         known(row.get("mfu"), lambda x: f"{x:.1%}"),
         memory,
         known(cost.get("per_step"), money),
@@ -111,7 +112,10 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-HEAD = ("fits", "step", "tokens/s", "MFU", "memory", "a step", "1B tok.", "time", "total", "efficiency")
+HEAD = (
+    *("fits", "step time", "examples/s", "tokens/s", "MFU", "memory"),
+    *("per step", "1B tokens", "time", "total", "efficiency"),
+)
 
 
 def _money(currency: str | None, value: float) -> str:

@@ -17,6 +17,7 @@ from spmdkit.metrics.report.page import (
     NUMBER,
     chart_grid,
     heading,
+    mark,
     page,
     paragraph,
     section,
@@ -75,7 +76,9 @@ def write_rows(
         ConfigError: the file cannot be written.
     """
     columns = {column: KEEP if number < 2 else NUMBER for number, column in enumerate(head)}
-    shown = table(columns, rows) + "".join(map(paragraph, notes))
+    tones = {"yes": "good", "no": "bad", "over budget": "bad"}
+    marked = [(first, mark(tones.get(fits, ""), fits), *others) for first, fits, *others in rows]
+    shown = table(columns, marked) + "".join(map(paragraph, notes))
     drawn = [(chart.label, draw(chart)) for chart in charts if chart.points]
     body = [heading(name, [], [f"{len(rows)} plans"]), section("Plans", shown)]
     body += [section("Charts", chart_grid(drawn))] if drawn else []
