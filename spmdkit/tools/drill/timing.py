@@ -14,7 +14,7 @@ MAX_ATTEMPTS_WITHOUT_COMMIT = 2
 MAX_DELAY_STEPS = 2.0
 """Maximum delay after the beginning of a step, in step times: several steps may be in flight."""
 SAVE_S = 0.3
-"""Maximum delay after the beginning of a save."""
+"""Maximum delay after the beginning of a save; at most half of the rest of the run, which could end before it."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,6 @@ def draw(rng: random.Random, pace: Pace, newest: int, steps_left: int, faults_le
     if kind < 0.25:
         return Moment("start", rng.uniform(0, pace.start_s))
     if kind < 0.5:
-        return Moment("save", rng.uniform(0, SAVE_S), 1)
+        return Moment("save", rng.uniform(0, min(SAVE_S, pace.step_s * steps_left / 2)), 1)
     farthest = max(1, min(2 * pace.save_steps, 2 * steps_left // max(1, faults_left), steps_left - 1))
     return Moment("step", late_s, newest + rng.randint(1, farthest))

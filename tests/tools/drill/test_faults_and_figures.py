@@ -53,6 +53,8 @@ def test_random_moments_cover_every_phase():
     assert all(101 <= m.number <= 120 for m in drawn if m.at == "step")
     assert all(0 <= m.delay_s <= 4.0 for m in drawn)
     assert {m.number for m in drawn if m.at == "save"} == {1}
+    late = [draw(rng, Pace(1.0, 0.005, 10), 90, 10, 1, idle=0) for _ in range(400)]
+    assert max(m.delay_s for m in late if m.at == "save") <= 0.025, "the run of 10 steps of 5 ms ends before the fault"
     after = [draw(rng, pace, 100, 400, 20, idle=2) for _ in range(50)]
     assert {(m.at, m.number) for m in after} == {("save", 2)}, "the save before is committed by then"
     assert draw(random.Random(3), pace, 0, 400, 9, 0) == draw(random.Random(3), pace, 0, 400, 9, 0), (

@@ -72,7 +72,7 @@ def test_random_kills_of_a_stream_end_bitwise_equal(drills, kind, kills, workers
     size = [f"task_args.kind={kind!r}", f"steps={6 * kills + 12}", "log.every_steps=1", "data.prefetch=4"]
     size.append(f"data.workers={workers}")
     options = ["--fault", "kill:random", "--count", str(kills), "--seed", "5"]
-    code, output = drills.run("-n", "1", *size, *options, timeout_s=20 * kills, cache=str(drills.path / "cache"))
+    code, output = drills.run("-n", "1", *size, *options, timeout_s=60 * kills, cache=str(drills.path / "cache"))
     assert code == 0, output
     result = drills.result()
     print(figures(result))
