@@ -82,8 +82,8 @@ def _cards(document: Mapping[str, Any]) -> str:
         rows += [("bound by", time["bound"])]
         if bar := time["error_bar"]:
             rows += [(f"error bar, from {bar['runs']} published runs", f"{bar['relative']:.0%}")]
-    rows += [(f"of {format_bytes(memory['limit_bytes'])} ({share})", format_bytes(memory["peak_bytes"]))]
-    rows += [("bytes sent per device", "unknown" if sent is None else format_bytes(sent))]
+    rows += [(f"peak memory, {share} of {format_bytes(memory['limit_bytes'])}", format_bytes(memory["peak_bytes"]))]
+    rows += [("sent per device and step", "unknown" if sent is None else format_bytes(sent))]
     if (average := document["wire"].get("on_average")) is not None:
         most = format_bytes(document["wire"]["at_most"])
         rows += [(f"sent in a step on average, at most {most}", format_bytes(average))]
