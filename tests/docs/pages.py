@@ -25,9 +25,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.environment import QUICK_XLA
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 BLOCK_TIMEOUT_S = 240
+READS_THE_PROGRAM = re.compile(r"spmdkit (plan|bench|tune|verify)|plan_step|sk\.bill|sk\.testing")
+"""Pages that are compiled with all passes of XLA, since they show the compiled program."""
 NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_STDERR_LOG_LEVEL": "3",
@@ -148,7 +152,7 @@ class Page:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": str(folder),
             "SPMDKIT": str(ROOT),
-            "SPMDKIT_COMPILE_CACHE": str(folder / ".cache"),
+            "SPMDKIT_COMPILE_CACHE": str(folder.parent / ".compile_cache"),
             "JAX_PLATFORMS": "cpu",
             **NO_TPU,
             "COLUMNS": "160",
@@ -158,6 +162,8 @@ class Page:
     def run(self, text: str, name: str) -> None:
         """Runs all blocks of a page; an AssertionError names the line of the block that fails."""
         output = ""
+        if READS_THE_PROGRAM.search(text) is None:
+            self._environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK_XLA}
         try:
             for block in blocks(text):
                 where = f"{name}:{block.line}"
