@@ -42,7 +42,7 @@ def _cells(result: Mapping[str, Any]) -> tuple[dict[str, str], list[tuple[str, .
     rows = result["cells"]
     phases = list(dict.fromkeys(row["phase"] for row in rows))
     texts = {(row["kind"], row["num_processes"], row["phase"]): _text(row) for row in rows}
-    lines = dict.fromkeys((row["kind"], row["num_processes"]) for row in rows)
+    lines = sorted({(row["kind"], row["num_processes"]) for row in rows})
     columns = {"fault": KEEP, "processes": KEEP} | dict.fromkeys(phases, SHORT)
     return columns, [(kind, str(num), *(texts.get((kind, num, phase), "") for phase in phases)) for kind, num in lines]
 
@@ -50,5 +50,5 @@ def _cells(result: Mapping[str, Any]) -> tuple[dict[str, str], list[tuple[str, .
 def _text(row: Mapping[str, Any]) -> str:
     if row["missed"]:
         return mark("bad", "missed")
-    seconds: Callable[[str], str] = lambda key: "-" if row[key] is None else format_seconds(row[key])
-    return f"{seconds('detection_s')}, {seconds('recovery_s')}, {row['steps_repeated']}"
+    times = ["-" if row[key] is None else format_seconds(row[key]) for key in ("detection_s", "recovery_s")]
+    return ", ".join(text.replace(" ", "\N{NO-BREAK SPACE}") for text in (*times, str(row["steps_repeated"])))
