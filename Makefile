@@ -1,5 +1,5 @@
 # make demo | test | quick | extras | slurm | mpirun | ray | network | engines | thorough | verify | tpu | reference |
-# plan-published | bench-maxtext | bench-peers | gpu | lint | docs | docs-links | fuzz | soak | chaos | bench | bench-scale | versions-matrix | constraints.
+# plan-published | bench-maxtext | bench-peers | gpu | lint | docs | docs-links | images | fuzz | soak | chaos | bench | bench-scale | versions-matrix | constraints.
 # Targets run in .venv, which is created from constraints.txt on first use. Targets that need a package of more than 100
 # MB (the TPU compiler) run in .venv-extras.
 
@@ -17,7 +17,7 @@ BOUND := timeout -s KILL
 # Bytecode halves the time of importing the sources and the tests, in each worker and each process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference docs site docs-links plan-published bench-maxtext bench-peers gpu lint types fuzz soak chaos bench bench-scale constraints versions versions-matrix browser clean
+.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference docs site images docs-links plan-published bench-maxtext bench-peers gpu lint types fuzz soak chaos bench bench-scale constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -47,6 +47,10 @@ docs: site
 site: $(EXTRAS)/.test
 	$(BOUND) 300 $(EXTRAS)/bin/python -m sphinx -q -W --keep-going -j 2 -b html docs build/docs
 	@echo build/docs/index.html
+
+# The pictures of the README.
+images: $(EXTRAS)/.test browser
+	$(BOUND) 900 $(EXTRAS)/bin/python docs/images/draw.py
 
 # The external links of the site, one per line.
 docs-links:

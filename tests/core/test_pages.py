@@ -100,4 +100,4 @@ def test_pages_install_the_package_from_a_checkout():
     pages = [ROOT / "README.md", *(ROOT / "docs" / "howto").rglob("*.md")]
     new = re.compile(r"pip install '?spmdkit\b")
     found = [(page.name, line) for page in pages for line in page.read_text().splitlines() if new.search(line)]
-    assert [name for name, _ in found] == ["README.md"] and "Once it is installed" in found[0][1]
+    assert found == []
