@@ -36,6 +36,25 @@ def test_full_disk_is_a_failed_write_and_no_config_error(tmp_path, number, monke
             write(tmp_path / "f", "text")
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("fifo", "it is a FIFO"), ("link", "it is a link"), ("folder", "Is a directory"), ("null", "a link")],
+)
+def test_only_regular_files_are_opened(tmp_path, name, why):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "null").symlink_to("/dev/null")
+    with pytest.raises(OSError, match=why):
+        files.read_regular(tmp_path / name)
+    with pytest.raises(OSError, match="it is a device"):
+        files.read_regular("/dev/null")
+    assert files.read_regular(tmp_path / "file", 1) == b"x"
+    with pytest.raises(OSError, match="it has 1 bytes, at most 0"):
+        files.read_regular(tmp_path / "file", 0)
+
+
 def test_a_file_or_folder_appears_whole(tmp_path):
     for content in (b"old", b"new"):
         files.replace(tmp_path / "f", content, mode=0o600)

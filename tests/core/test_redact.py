@@ -92,6 +92,7 @@ READABLE |= {"keyboard": "0123456789abcdef", "monkey": "0123456789abcdef", "key"
 def test_values_of_keys_are_hidden_by_shape(monkeypatch):
     assert redact.redact_value(SHAPED) == dict.fromkeys(SHAPED, "***")
     assert redact.redact_value(READABLE) == READABLE
+    assert redact.redact_value({"wandb_key": "0123456789abcde"}) == {"wandb_key": "0123456789abcde"}, "15 characters"
     monkeypatch.setattr(redact, "_known", set())
     redact.register_secrets([{"wandb_key": "0123456789abcdef"}, READABLE])
     assert redact.redact_text("0123456789abcdeg and 0123456789abcdef") == "0123456789abcdeg and ***"
