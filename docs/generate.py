@@ -56,7 +56,7 @@ def table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
 
 
 def config() -> str:
-    """Returns a section per mapping of the config: key, type, default and meaning."""
+    """Returns a section per mapping of the config: key, meaning, type and default."""
     schema = json_schema()
     parts = []
     models = [(path, model.__name__) for path, model in sections(Config)]
@@ -65,11 +65,11 @@ def config() -> str:
         title = ".".join(path) or "Top level"
         own = schema if not path else schema["$defs"][model]
         rows = [
-            (f"`{name}`", kind(f, name, path), default(f, name in own.get("required", ())), meaning(f, schema))
+            (f"`{name}`", meaning(f, schema), kind(f, name, path), default(f, name in own.get("required", ())))
             for name, f in own["properties"].items()
         ]
         heading = f"## {title if not path else f'`{title}`'}\n\n"
-        parts.append(heading + table(("key", "type", "default", "meaning"), rows))
+        parts.append(heading + table(("key", "meaning", "type", "default"), rows))
     return "\n\n".join(parts)
 
 

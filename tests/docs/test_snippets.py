@@ -9,7 +9,7 @@ from tests.docs.pages import DOCS, ROOT, Page, blocks, missing_line, sentences
 
 pytestmark = pytest.mark.processes
 
-SECTIONS = ("start", "howto", "coming_from")
+SECTIONS = ("start", "howto", "coming_from", "reference")
 SAMPLE = ("start/first_run.md",)
 """Pages that run by default. The others are slow: `make docs` runs all."""
 
