@@ -102,7 +102,7 @@ def steps(folder):
 
     def read(step):
         names = {}
-        exec(code.replace("first/runs/saved/checkpoints/192", f"{folder}/run/checkpoints/{step}"), names)
+        exec(code.replace("first/runs/saved/checkpoints/256", f"{folder}/run/checkpoints/{step}"), names)
         return names["state"]
 
     return {step: read(step) for step in (2, 4)}
