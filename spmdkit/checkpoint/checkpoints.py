@@ -58,6 +58,7 @@ class Checkpoints:
     Attributes:
         saved_step: the step of the newest state that is committed or being written; 0: none.
         unfinished_step: step of the newest save until it is committed, also of a failed one; equal on all processes.
+        on_commit: called with the step of each commit, in the background.
     """
 
     saved_step = 0
@@ -82,6 +83,7 @@ class Checkpoints:
         self._is_ours, self._run_files = is_owner, tuple(run_files)
         self._staging = staging_of(self.directory, stage)
         self._checkpointer: ocp.AsyncCheckpointer | None = None
+        self.on_commit: Callable[[int], None] = lambda step: None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._draft: records.Record | None = None
@@ -223,6 +225,8 @@ class Checkpoints:
             self._abort(step, error)
             raise save_failed(self.directory, step, error) from error
         self._committed.append(step)
+        if not self._is_abandoned:
+            self.on_commit(step)
         if self._is_main and self._retention is not None:
             delete_old(self.directory, step, self._retention)
 

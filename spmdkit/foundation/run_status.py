@@ -128,9 +128,10 @@ def running(step: int) -> dict[str, Any]:
 
 
 def newest_saved(run_dir: Path) -> int | None:
-    """Returns the newest step that a run has recorded as committed, for any location of the checkpoints, or None."""
-    saved = (event.get("step") for event in _events(run_dir / EVENTS) if event.get("event") == "saved")
-    return max((step for step in saved if isinstance(step, int)), default=None)
+    """Returns the newest step that a run has recorded as committed or restored, for any location of the checkpoints, or
+    None."""
+    known = (event for event in _events(run_dir / EVENTS) if event.get("event") in ("saved", "restored"))
+    return max((step for step in (event.get("step") for event in known) if isinstance(step, int)), default=None)
 
 
 def committed_steps(run_dir: Path) -> set[int]:

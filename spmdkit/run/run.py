@@ -147,9 +147,8 @@ class Run:
         if self.batches is not None:
             self.batches.close()
         try:
-            if waits and self.checkpoints is not None:
-                for step in self.checkpoints.close():
-                    self.events.write("saved", step=step)
+            if waits and self.saves is not None:
+                self.saves.close()
         except CheckpointWriteError as failed:
             self.events.write("fault", step=self.step, code=failed.exit_code, error=str(failed)[:500])
             if error is None:
@@ -335,7 +334,7 @@ class Run:
         return self.newest()
 
     def report_saves(self) -> None:
-        """Reports committed checkpoints. Raises CheckpointWriteError after too many failures."""
+        """Reports a slow save. Raises CheckpointWriteError after too many failures."""
         if self.saves is not None:
             self.saves.note()
 

@@ -8,6 +8,7 @@ A run of several processes does not save: the other processes are inside the nex
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any, Protocol
 
 import jax
@@ -70,10 +71,10 @@ def _save(run: Saveable, checkpoints: Checkpoints, step: int, state: TrainState)
             return f"is not saved: '{bad}' is not finite"
         run.reporter.trackers.flush()
         checkpoints.finish_save()  # an earlier failed save does not prevent this one
+        if run.saves is not None:
+            run.saves.tried_at = time.monotonic()
         checkpoints.save(step, state, run.record(step))
         ended = checkpoints.finish_save()
-        if run.saves is not None:
-            run.saves.write_events()
         return f"could not be saved: {ended.why}" if ended.why else "is saved"
     except Exception as error:  # noqa: BLE001  a further error; the first one is reported
         return (

@@ -8,7 +8,8 @@ could start a save alone and block.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from spmdkit.checkpoint import Checkpoints
@@ -31,7 +32,10 @@ class Saves:
         self._failed_steps: set[int] = set()  # the same on all processes
         self._failures = 0
         self._slow_step: int | None = None
+        self._held_s = 0.0  # training has waited this long for saves since the last event
+        self._held_since: float | None = None
         self.tried_at = clock()
+        checkpoints.on_commit = self._note_commit
 
     def start(self, step: int, state: Any, record: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> bool:
         """Starts a save after the previous one has ended; returns whether it was started. Raises CheckpointWriteError
@@ -39,7 +43,8 @@ class Saves:
         self.finish_save()
         self.tried_at = self._clock()
         try:
-            self._checkpoints.save(step, state, record, metrics)
+            with self._holds_training():
+                self._checkpoints.save(step, state, record, metrics)
         except CheckpointWriteError as error:
             self._failed(str(error))
             return False
@@ -49,22 +54,40 @@ class Saves:
         """Waits for the save in flight, on every process, and records its result. Raises CheckpointWriteError if it
         reached the maximum number of failures."""
         step, waiting_since = self._checkpoints.unfinished_step, time.monotonic()
-        ended = self._checkpoints.finish_save()
+        with self._holds_training():
+            ended = self._checkpoints.finish_save()
         if (held_s := time.monotonic() - waiting_since) > SAVE_BLOCKED_S:
             self._run.message(
                 f"note: training waited {held_s:.1f} s for the checkpoint of step {step} to be written: saves are more "
                 "frequent than the disk can write. Raise checkpoint.every_steps or every_seconds."
             )
-        self.write_events()
         if ended.committed:
             self._failures = 0
         if ended.why:
             self._failed(ended.why)
 
-    def write_events(self) -> None:
-        """Writes the events of newly committed steps."""
-        for step in self._checkpoints.new_commits():
-            self._run.events.write("saved", step=step)
+    def close(self) -> None:
+        """Waits for the save in flight. Raises CheckpointWriteError if it failed."""
+        with self._holds_training():
+            self._checkpoints.close()
+
+    @contextmanager
+    def _holds_training(self) -> Iterator[None]:
+        self._held_since = self._clock()
+        try:
+            yield
+        finally:
+            held_since, self._held_since = self._held_since, None
+            self._held_s += self._clock() - held_since
+
+    def _note_commit(self, step: int) -> None:
+        """Writes the event of a commit, in the thread that commits: training may hang, or this process be killed."""
+        now, held_s, self._held_s = self._clock(), self._held_s, 0.0
+        if self._held_since is not None:
+            held_s += now - self._held_since
+            self._held_since = now
+        seconds = round(now - self.tried_at, 3)
+        self._run.events.write("saved", step=step, seconds=seconds, held_s=round(held_s, 3))
 
     def is_lost(self, step: int | None) -> bool:
         """Returns, the same on every process, whether the save of `step` failed; waits for it if it is in flight.
@@ -74,11 +97,10 @@ class Saves:
         return step in self._failed_steps
 
     def note(self) -> None:
-        """Reports committed checkpoints and a slow save, without waiting. Raises CheckpointWriteError like
-        `finish_save`. With several processes only `finish_save` raises, at the same step."""
+        """Reports a slow save, without waiting. Raises CheckpointWriteError like `finish_save`. With several processes
+        only `finish_save` raises, at the same step."""
         if self._run.cluster.num_processes == 1 and not self._checkpoints.is_saving():
             self.finish_save()
-        self.write_events()
         step, taken_s = self._checkpoints.unfinished_step, self._clock() - self.tried_at
         if self._checkpoints.is_saving() and taken_s > SLOW_SAVE_S and self._slow_step != step:
             self._slow_step = step
