@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from spmdkit.errors import ConfigError, UnreachableError
+from spmdkit.errors import ConfigError, SpmdkitError, UnreachableError
 from spmdkit.foundation import redact
+from spmdkit.foundation.files import NO_ROOM, not_written
 
 SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}
 """URL scheme -> the package that implements it."""
@@ -109,10 +111,15 @@ class Remote:
             _client(self.scheme).put_file(str(path), self.key)
 
     def download(self, path: Path) -> None:
-        """Downloads this object to a local file."""
+        """Downloads this object to a local file. Raises CheckpointWriteError if the disk is full."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with _translate_errors(self, "read"):
-            _client(self.scheme).get_file(self.key, str(path))
+            try:
+                _client(self.scheme).get_file(self.key, str(path))
+            except OSError as error:
+                if error.errno in NO_ROOM and error.errno != errno.EIO:  # s3fs has EIO for unknown errors
+                    raise not_written(path, error) from error
+                raise
 
 
 @functools.cache
@@ -140,7 +147,7 @@ def _translate_errors(where: Remote, done: str) -> Iterator[None]:
     """Converts exceptions of a client or its transport to `UnreachableError`, without secrets of the environment."""
     try:
         yield
-    except (ConfigError, MemoryError):
+    except (SpmdkitError, MemoryError):
         raise
     except Exception as error:
         of_local_file = isinstance(error, OSError) and error.filename is not None

@@ -137,8 +137,10 @@ def launch(
 def _run(job: Job, signals: deque[int], restarts: Restarts) -> int:
     """Starts the job, and restarts it as the policy allows; returns the last exit code."""
     command, limit = job.command, restarts.num_remaining
+    newest: int | None = None
     while True:
         ended = _Attempt(job, signals).run()
+        newest = newest if ended.newest is None else ended.newest  # None: it ended before it reported its directory
         wait_s = (
             None if ended.stop_signal is not None else restarts.next_delay_s(ended.code, ended.newest, ended.before)
         )
@@ -148,11 +150,10 @@ def _run(job: Job, signals: deque[int], restarts: Restarts) -> int:
         if wait_s is None or resized is None:
             return ended.code
         job = resized
-        newest = f"the newest checkpoint is of step {ended.newest}"
+        saved = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is of step {newest}"
         print_line(
-            f"starting all processes again in {wait_s:g} s: "
-            f"{'there is no checkpoint yet' if ended.newest is None else newest}; {restarts.num_remaining} of {limit} "
-            "restarts are left"
+            f"starting all processes again in {wait_s:g} s: {saved}; {restarts.num_remaining} of {limit} restarts are "
+            "left"
         )
         if Deadline(wait_s).wait_for(lambda: any(number in STOPPING for number in signals), LAUNCH_POLL_S):
             print_line("not started again: the launcher received a signal to stop")
