@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +19,9 @@ import typer
 from spmdkit.cli import bench, checkpoint, launch
 from spmdkit.cli.checkpoint import echo
 from spmdkit.cli.options import AsJson, Commands, ConfigPath, Overrides, one_state
+from spmdkit.errors import SpmdkitError
 from spmdkit.faults import run_process
+from spmdkit.foundation.constants import ERROR_FILE
 from spmdkit.foundation.formatting import visible
 from spmdkit.foundation.json_output import print_json
 
@@ -77,12 +81,30 @@ def train(
     from spmdkit.run.evaluator import evaluate_each
     from spmdkit.run.loop import train as run
 
-    loaded = _load(config, overrides)
-    spec = detect_cluster(os.environ, loaded.cluster.environment)
-    if spec.role == "evaluator":
-        evaluate_each(loaded, spec)
-        return
-    run(loaded, allow_change=allow_change or (), reset=reset or ())
+    with _failures_reported():
+        loaded = _load(config, overrides)
+        spec = detect_cluster(os.environ, loaded.cluster.environment)
+        if spec.role == "evaluator":
+            evaluate_each(loaded, spec)
+            return
+        run(loaded, allow_change=allow_change or (), reset=reset or ())
+
+
+@contextmanager
+def _failures_reported() -> Iterator[None]:
+    """Context manager: a failure before the rendezvous is reported to the processes that wait in it. A launcher ends
+    them itself."""
+    try:
+        yield
+    except SpmdkitError as error:
+        from spmdkit.cluster import detect_cluster, rendezvous
+
+        if not rendezvous.has_begun() and ERROR_FILE not in os.environ:
+            with suppress(SpmdkitError):
+                spec = detect_cluster(os.environ)
+                if spec.coordinator is not None and spec.num_processes > 1:
+                    rendezvous.report_failure(spec, str(error))
+        raise
 
 
 @app.command(epilog="Example: spmdkit eval configs/linear_regression.yaml")

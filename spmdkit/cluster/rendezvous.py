@@ -17,11 +17,20 @@ from typing import Any
 
 from spmdkit.cluster.comparison import name_processes
 from spmdkit.cluster.spec import ClusterSpec, split_address
-from spmdkit.errors import ConfigError, RendezvousError
+from spmdkit.errors import ConfigError, RendezvousError, SpmdkitError
+from spmdkit.foundation import redact
 from spmdkit.foundation.deadline import Deadline
-from spmdkit.foundation.timeouts import RENDEZVOUS_CONNECT_S, RENDEZVOUS_REPLY_MARGIN_S, RENDEZVOUS_RETRY_S
+from spmdkit.foundation.timeouts import (
+    FAILURE_REPORT_S,
+    RENDEZVOUS_CONNECT_S,
+    RENDEZVOUS_REPLY_MARGIN_S,
+    RENDEZVOUS_RETRY_S,
+)
 
 MAX_LINE_BYTES = 4096
+MAX_REASON = 500  # characters of a failure, of at most six bytes in JSON
+
+_has_begun = False
 
 
 def rendezvous(spec: ClusterSpec) -> str:
@@ -31,12 +40,33 @@ def rendezvous(spec: ClusterSpec) -> str:
         RendezvousError: with the missing processes or the unreachable address, after `rendezvous_timeout_s`.
         ConfigError: processes contradict each other (two with the same rank, different numbers of processes).
     """
+    global _has_begun
     assert spec.coordinator is not None
-    deadline = Deadline(spec.rendezvous_timeout_s)
+    _has_begun, deadline = True, Deadline(spec.rendezvous_timeout_s)
     if spec.process_id == 0:
         return _collect(spec, deadline)
     _connect(spec, deadline)
     return spec.coordinator
+
+
+def has_begun() -> bool:
+    """Returns whether this process has begun a rendezvous."""
+    return _has_begun
+
+
+def report_failure(spec: ClusterSpec, why: str) -> None:
+    """Reports to the processes that wait in the rendezvous that this one has failed before it; never raises. The others
+    raise RendezvousError. Takes at most `FAILURE_REPORT_S`, for processes that arrive a little later."""
+    deadline, why = Deadline(FAILURE_REPORT_S), redact.redact_text(why).partition("\n")[0][:MAX_REASON]
+    with contextlib.suppress(SpmdkitError, OSError):
+        if spec.process_id == 0:
+            _collect(spec, deadline, why)
+        else:
+            _connect(spec, deadline, why)
+
+
+def _failed_before(process: int, why: str) -> str:
+    return f"process {process} failed before it joined: {why} Correct that, and start all processes again."
 
 
 def is_loopback(host: str) -> bool:
@@ -47,20 +77,23 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _collect(spec: ClusterSpec, deadline: Deadline) -> str:
+def _collect(spec: ClusterSpec, deadline: Deadline, failure: str = "") -> str:
+    """Returns the bound address after all have connected. `failure`: why this process cannot join, for the others."""
     assert spec.coordinator is not None
     listener, bound = _listen(spec)
     present: dict[int, socket.socket] = {}
     error: str | None = None
+    kind = "rendezvous"
     try:
         with listener, contextlib.suppress(TimeoutError):
             while error is None and len(present) < spec.num_processes - 1 and not deadline.expired:
                 listener.settimeout(deadline.remaining_s)
-                error = _register(listener.accept()[0], spec, present)
+                kind, error = _register(listener.accept()[0], spec, present)
         missing = [p for p in range(1, spec.num_processes) if p not in present or _has_closed(present[p])]
-        kind = "config" if error else "rendezvous"
-        if error is None and missing:
-            came = spec.num_processes - len(missing)
+        if failure:
+            kind, error = "rendezvous", _failed_before(0, failure)
+        elif error is None and missing:
+            came, kind = spec.num_processes - len(missing), "rendezvous"
             error = (
                 f"expected {spec.num_processes} processes at {spec.coordinator}, {came} connected within "
                 f"{spec.rendezvous_timeout_s:g} s; missing: {name_processes(missing)}. All processes must start within "
@@ -109,14 +142,17 @@ def _hint(spec: ClusterSpec) -> str:
     )
 
 
-def _register(connection: socket.socket, spec: ClusterSpec, present: dict[int, socket.socket]) -> str | None:
-    """Adds a process to `present`; returns a conflict. Connections with another protocol are closed."""
+def _register(
+    connection: socket.socket, spec: ClusterSpec, present: dict[int, socket.socket]
+) -> tuple[str, str | None]:
+    """Adds a process to `present`; returns the kind of an error, and a conflict or the failure of the process.
+    Connections with another protocol are closed."""
     hello = _receive(connection, timeout_s=1.0)
-    process, count = hello.get("process"), hello.get("num_processes")
+    process, count, failure = hello.get("process"), hello.get("num_processes"), hello.get("failure")
     if not isinstance(process, int) or not isinstance(count, int):
         connection.close()
-        return None
-    error = None
+        return "rendezvous", None
+    kind, error = "config", None
     if count != spec.num_processes:
         error = (
             f"process {process} was started with {spec.names.num_processes}={count}, process 0 with "
@@ -128,16 +164,19 @@ def _register(connection: socket.socket, spec: ClusterSpec, present: dict[int, s
             f"{spec.num_processes - 1} is used once. End the processes of an earlier run, or use another port."
         )
         process = -1  # the first connection remains, and this one receives the error too
+    elif isinstance(failure, str):
+        kind, error = "rendezvous", _failed_before(process, failure)
     if process in present:
         present[process].close()
     present[process] = connection
-    return error
+    return kind, error
 
 
-def _connect(spec: ClusterSpec, deadline: Deadline) -> None:
+def _connect(spec: ClusterSpec, deadline: Deadline, own_failure: str = "") -> None:
     assert spec.coordinator is not None
     host, port = split_address(spec.coordinator)
-    hello = json.dumps({"spmdkit": 1, "process": spec.process_id, "num_processes": spec.num_processes}).encode() + b"\n"
+    greeting = {"spmdkit": 1, "process": spec.process_id, "num_processes": spec.num_processes}
+    hello = json.dumps(greeting | ({"failure": own_failure} if own_failure else {})).encode() + b"\n"
     failure = "no attempt was made"
     reply: dict[str, Any] = {}
     while "error" not in reply:

@@ -10,6 +10,7 @@ from __future__ import annotations
 RENDEZVOUS_S = 120.0  # all processes, for the last one to start; SPMDKIT_RENDEZVOUS_TIMEOUT_S overrides it
 RENDEZVOUS_CONNECT_S = 5.0  # one attempt to connect to process 0
 RENDEZVOUS_RETRY_S = 0.05  # between two attempts to connect to process 0
+FAILURE_REPORT_S = 3.0  # a process that failed before the rendezvous, for the others to connect
 RENDEZVOUS_REPLY_MARGIN_S = 5.0  # process 0 reports at its deadline; the others wait this much longer for it
 JAX_INITIALIZE_S = 30  # jax.distributed.initialize, after the rendezvous: bounds a process that dies in that second
 COLLECTIVE_MARGIN_S = 60  # Gloo fails this much after the longest watchdog limit: its error names no process

@@ -6,9 +6,11 @@ import time
 
 import pytest
 
+from spmdkit import cli
 from spmdkit.cluster.detection import ClusterSpec
-from spmdkit.cluster.rendezvous import is_loopback, rendezvous
+from spmdkit.cluster.rendezvous import is_loopback, rendezvous, report_failure
 from spmdkit.errors import ConfigError, RendezvousError
+from spmdkit.foundation.constants import ERROR_FILE
 from tests.support.threads import in_threads
 
 
@@ -69,6 +71,39 @@ def test_rank_used_twice_is_a_config_error(service_after):
     assert all(
         isinstance(e, ConfigError) and "two processes were started with SPMDKIT_PROCESS_ID=1" in str(e) for e in errors
     )
+
+
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_failure_before_joining_is_named_to_all(failed, service_after):
+    address = free_address()
+    why = "x.yaml: steps is 0. \nmore, password=hunter2" if failed else "password=hunter2" + "ä" * 5000
+    specs = {p: ClusterSpec(address, 3, p, None, 30.0) for p in range(3)}
+    joins = lambda spec: report_failure(spec, why) if spec.process_id == failed else rendezvous(spec)
+    found = in_threads(joins, specs)
+    errors = [found[p] for p in range(3) if p != failed]
+    assert found[failed] is None and all(isinstance(error, RendezvousError) for error in errors)
+    shown = "x.yaml: steps is 0. " if failed else "password=***"
+    assert all(f"process {failed} failed before it joined: {shown}" in str(error) for error in errors)
+    assert all("more" not in str(error) and "hunter2" not in str(error) for error in errors)
+
+
+def test_failure_report_ends_without_listeners(monkeypatch):
+    monkeypatch.setattr("spmdkit.cluster.rendezvous.FAILURE_REPORT_S", 0.2)
+    for process in (0, 1):
+        assert report_failure(ClusterSpec(free_address(), 2, process, None, 30.0), "why") is None
+
+
+@pytest.mark.parametrize(("begun", "launched", "reports"), [(False, False, 1), (True, False, 0), (False, True, 0)])
+def test_train_reports_a_failure_before_joining(begun, launched, reports, monkeypatch):
+    env = {"SPMDKIT_COORDINATOR": "localhost:1", "SPMDKIT_NUM_PROCESSES": "2", "SPMDKIT_PROCESS_ID": "1"}
+    for name, value in {**env, **({ERROR_FILE: "/dev/null"} if launched else {})}.items():
+        monkeypatch.setenv(name, value)
+    reported = []
+    monkeypatch.setattr("spmdkit.cluster.rendezvous.report_failure", lambda spec, why: reported.append((spec, why)))
+    monkeypatch.setattr("spmdkit.cluster.rendezvous._has_begun", begun)
+    with pytest.raises(ConfigError), cli._failures_reported():
+        raise ConfigError("why")
+    assert [(spec.process_id, why) for spec, why in reported] == [(1, "why")] * reports
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b'{"spmdkit": 1}\n', b"\xff" * 5000, b""])
