@@ -126,10 +126,11 @@ def events(folder, name):
 
 
 def test_two_of_three_processes_continue_in_place(forks, tmp_path):
-    """They join the next membership without a restart, from the snapshot of step 2: there is no checkpoint."""
+    """Process 0 dies. The others join the next membership and its coordination service without a restart, from the
+    snapshot of step 2: there is no checkpoint."""
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "run.yaml").write_text(CONFIG.format(num=3, axis="data", layout=""))
-    launch = "launch -n 3 --max-restarts 1 --elastic 2:3 -- train run.yaml task_args.victims=[[1,4]]"
+    launch = "launch -n 3 --max-restarts 1 --elastic 2:3 -- train run.yaml task_args.victims=[[0,4]]"
     settings = ["steps=6", "batch_size=12", "checkpoint=null", "elastic.snapshot_every=2"]
     (ended,) = forks.run([Process([*launch.split(), *settings], tmp_path, forks=True)], 100)
     assert ended.code == 0, ended.output
