@@ -1,5 +1,5 @@
 # make demo | test | quick | extras | slurm | mpirun | ray | network | engines | thorough | verify | tpu | reference |
-# plan-published | bench-maxtext | bench-peers | gpu | lint | docs | docs-links | images | fuzz | soak | chaos | bench | bench-scale | versions-matrix | constraints.
+# plan-published | bench-maxtext | bench-peers | gpu | lint | docs | docs-links | images | fuzz | kills | soak | chaos | bench | bench-scale | versions-matrix | constraints.
 # Targets run in .venv, which is created from constraints.txt on first use. Targets that need a package of more than 100
 # MB (the TPU compiler) run in .venv-extras.
 
@@ -17,7 +17,7 @@ BOUND := timeout -s KILL
 # Bytecode halves the time of importing the sources and the tests, in each worker and each process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference docs site images docs-links plan-published bench-maxtext bench-peers gpu lint types fuzz soak chaos bench bench-scale constraints versions versions-matrix browser clean
+.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference docs site images docs-links plan-published bench-maxtext bench-peers gpu lint types fuzz kills soak chaos bench bench-scale constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -140,9 +140,14 @@ fuzz: $(VENV)/.test
 	$(BOUND) 3600 $(BIN)/python -m tests.support.fuzz --seed $(or $(SEED),0) --count $(or $(COUNT),3000)
 
 # 100 SIGKILLs of any of four processes in any phase: the final parameters are bitwise equal.
-# `make soak KILLS=20 SEED=7 PROCESSES=1`. Figures: docs/measured/reliability.md.
-soak: $(VENV)/.test
+# `make kills KILLS=20 SEED=7 PROCESSES=1`. Figures: docs/measured/reliability.md.
+kills: $(VENV)/.test
 	KILLS=$(or $(KILLS),100) SEED=$(or $(SEED),1) PROCESSES=$(or $(PROCESSES),4) $(BOUND) 5400 $(BIN)/python -m pytest -m slow -s -o faulthandler_timeout=5000 tests/tools/drill/test_kills.py
+
+# An hour of four processes with a random fault per minute, rotating logs and checkpoints in a local S3 server: memory,
+# open files and goodput. Writes benchmarks/results/soak.json. `make soak FAULTS=10 SEED=7`.
+soak: $(EXTRAS)/.test
+	$(BOUND) 7200 $(EXTRAS)/bin/python benchmarks/soak.py --save --faults $(or $(FAULTS),60) --seed $(or $(SEED),3)
 
 # Every kind of fault in every phase with 1, 2 and 4 processes, 310 runs (docs/measured/chaos.md). Takes hours; an interrupted
 # command continues with the next cell. Network faults need root and /dev/net/tun. `make chaos CELLS="kill@*/2"`.

@@ -1,5 +1,7 @@
-"""The task of `make chaos`: a small network whose step, evaluation and saves take long enough for a fault in each."""
+"""The task of `make chaos` and `make soak`: a small network whose step, evaluation and saves take long enough for a
+fault in each."""
 
+import itertools
 import time
 
 import jax
@@ -30,3 +32,10 @@ def task():
 @sk.hook
 def pause():
     return sk.Hook("pause", before_step=lambda run, step, state: time.sleep(PAUSE_S))
+
+
+@sk.hook
+def number_lines():
+    lines = itertools.count(1)
+    show = lambda run, step, state: print(f"line {next(lines)} of step {step} {'.' * 60}")
+    return sk.Hook("number_lines", before_step=show)

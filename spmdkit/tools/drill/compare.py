@@ -14,7 +14,7 @@ from spmdkit.tools.drill.corrupt import newest
 
 def different_leaf(clean: Path, disturbed: Path) -> str:
     """Returns the difference between the last states of two runs; empty if they are bitwise equal."""
-    steps = [newest(run) for run in (clean, disturbed)]
+    steps = [newest(run / "checkpoints") for run in (clean, disturbed)]
     if steps[0] != steps[1]:
         return f"the last step is {steps[1]}, without faults {steps[0]}"
     theirs, ours = (read_state(run / "checkpoints", steps[0]) for run in (clean, disturbed))

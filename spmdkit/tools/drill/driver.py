@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
+from spmdkit.checkpoint.location import Location
 from spmdkit.errors import ExitCode
 from spmdkit.faults.injection.fault import (
     CHECKPOINT_FAULTS,
@@ -46,7 +47,8 @@ from spmdkit.tools.drill.timing import Moment, Pace
 
 
 class Driver:
-    """An observer of the launcher. Only random faults need `pace` and `steps` (of the run)."""
+    """An observer of the launcher. Only random faults need `pace` and `steps` (of the run). `checkpoints`: their folder
+    if it is not in the run's directory."""
 
     def __init__(
         self,
@@ -58,7 +60,9 @@ class Driver:
         steps: int = 0,
         clock: Callable[[], float] = time.monotonic,
         network: Network | None = None,
+        checkpoints: Location | None = None,
     ):
+        self._checkpoints = run_dir / "checkpoints" if checkpoints is None else checkpoints
         self._run_dir, self._num_processes, self._pace, self._steps = run_dir, num_processes, pace, steps
         self._clock = clock
         self._rng, self._network = random.Random(seed), network
@@ -101,7 +105,7 @@ class Driver:
         if self._between_attempts:
             self._between_attempts, self._is_new_attempt = False, True
             self._close_notes()
-            self.attempts.append(Start(self._clock(), newest_before=corrupt.newest(self._run_dir)))
+            self.attempts.append(Start(self._clock(), newest_before=corrupt.newest(self._checkpoints)))
         if process >= 0:  # not a standby
             self.bars[process].at("start", self._clock())
         note = ReportFile()
@@ -153,13 +157,13 @@ class Driver:
             survived = injection.in_process and (injection.recovered is not None or injection.overtaken)
             ends = (injection.fault.kind in ENDS_ATTEMPT or injection.exit_code is not None) and not survived
             if ends and injection.attempt == len(self.attempts):
-                injection.reached, injection.unfinished = self._reached, corrupt.unfinished(self._run_dir)
-        newest = corrupt.newest(self._run_dir)
+                injection.reached, injection.unfinished = self._reached, corrupt.unfinished(self._checkpoints)
+        newest = corrupt.newest(self._checkpoints)
         self._idle = 0 if newest > attempt.newest_before else self._idle + 1
         done = self._pending
         if done is not None and done.fired is not None:
             if done.fault.kind in CHECKPOINT_FAULTS:
-                done.damaged = corrupt.damage(self._run_dir, done.fault.kind, self._rng)
+                done.damaged = corrupt.damage(self._checkpoints, done.fault.kind, self._rng)
                 self.committed.discard(newest)
                 done.failed = done.failed or ("" if done.damaged else "there was no checkpoint yet")
             self._pending = None

@@ -31,7 +31,9 @@ class DrillRequest:
     as_json: bool = False
 
 
-def run_job(request: DrillRequest, config: Config, folder: Path, driver: Driver, max_restarts: int) -> int:
+def run_job(
+    request: DrillRequest, config: Config, folder: Path, driver: Driver, max_restarts: int, grace_s: float = 15.0
+) -> int:
     """Returns the exit code of the job under the launcher; with in-process elasticity lost processes are replaced."""
     num, devices = request.num_processes, request.devices_per_process
     train, elasticity = ["train", str(request.config), *request.overrides, f"run_dir={folder}"], None
@@ -40,7 +42,15 @@ def run_job(request: DrillRequest, config: Config, folder: Path, driver: Driver,
         devices, elasticity = sizes.devices_per_process, Elasticity(sizes.resize, sizes.requested, sizes.standby)
     command = [sys.executable, "-m", "spmdkit", *train]
     try:
-        return launch(command, num, devices, max_restarts=max_restarts, observer=driver, elasticity=elasticity)
+        return launch(
+            command,
+            num,
+            devices,
+            grace_s=grace_s,
+            max_restarts=max_restarts,
+            observer=driver,
+            elasticity=elasticity,
+        )
     finally:
         driver.close()
 

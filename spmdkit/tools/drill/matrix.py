@@ -162,7 +162,7 @@ class Matrix:
         num, folder = cell.num_processes, self.folder / str(cell).replace("/", "-")
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self._of(num, "interrupted") / "run", folder)
-        fault, begin = cell.fault(newest(folder)), time.monotonic()
+        fault, begin = cell.fault(newest(folder / "checkpoints")), time.monotonic()
         with network_for([fault], num) as network, _time_limit(MATRIX_CELL_S) as expired:
             driver = Driver(folder, num, [fault], self._request.seed, network=network)
             code = self._run_job(folder, driver, num, SPARE_RESTARTS)

@@ -178,7 +178,8 @@ def test_folders_that_are_no_steps_are_ignored(tmp_path, monkeypatch):
         (tmp_path / "run/checkpoints" / name).mkdir(parents=True)
         (tmp_path / "run_drill" / name).mkdir(parents=True)
         (tmp_path / "run/logs" / f"attempt_{name}").mkdir(parents=True)
-    assert corrupt.newest(tmp_path / "run") == 7
+        (tmp_path / "run/checkpoints" / name / "record.json").touch()
+    assert corrupt.newest(tmp_path / "run/checkpoints") == 7
     config = SimpleNamespace(resolved_run_dir=lambda: tmp_path / "run")
     assert command._new_folder(config).name == "8"
     logs = Logs()
@@ -220,7 +221,8 @@ def test_damage_changes_the_newest_checkpoint(kind, tmp_path):
     for step in (5, 10):
         (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
         (tmp_path / f"checkpoints/{step}/data").write_bytes(bytes(100))
-    assert corrupt.damage(tmp_path, kind, random.Random(0)) == "checkpoints/10/data"
+        (tmp_path / f"checkpoints/{step}/record.json").touch()
+    assert corrupt.damage(tmp_path / "checkpoints", kind, random.Random(0)) == "10/data"
     content = (tmp_path / "checkpoints/10/data").read_bytes()
     assert content == bytes(50) if kind == "truncate" else sum(map(int.bit_count, content)) == 1 and len(content) == 100
     assert (tmp_path / "checkpoints/5/data").read_bytes() == bytes(100)

@@ -1,5 +1,5 @@
 """SIGKILLs of any process in any phase, with restarts: bitwise equal results, no committed step lost. One of
-them, three for each stream, and in slow forms a hundred (`make soak`, with seeds by SEED) and forty."""
+them, three for each stream, and in slow forms a hundred (`make kills`, with seeds by SEED) and forty."""
 
 import json
 import os
