@@ -60,7 +60,7 @@ def report_failure(spec: ClusterSpec, why: str) -> None:
     deadline, why = Deadline(FAILURE_REPORT_S), redact.redact_text(why).partition("\n")[0][:MAX_REASON]
     with contextlib.suppress(SpmdkitError, OSError):
         if spec.process_id == 0:
-            _collect(spec, deadline, why)
+            _collect(spec, deadline, _failed_before(0, why))
         else:
             _connect(spec, deadline, why)
 
@@ -78,22 +78,26 @@ def is_loopback(host: str) -> bool:
 
 
 def _collect(spec: ClusterSpec, deadline: Deadline, failure: str = "") -> str:
-    """Returns the bound address after all have connected. `failure`: why this process cannot join, for the others."""
+    """Returns the bound address after all have connected. `failure`: that this process cannot join, for the others."""
     assert spec.coordinator is not None
     listener, bound = _listen(spec)
     present: dict[int, socket.socket] = {}
     error: str | None = None
-    kind = "rendezvous"
     try:
         with listener, contextlib.suppress(TimeoutError):
             while error is None and len(present) < spec.num_processes - 1 and not deadline.expired:
                 listener.settimeout(deadline.remaining_s)
-                kind, error = _register(listener.accept()[0], spec, present)
+                found, is_failure = _register(listener.accept()[0], spec, present)
+                if is_failure:  # the others may connect a little later
+                    failure, deadline = failure or found, Deadline(min(deadline.remaining_s, FAILURE_REPORT_S))
+                else:
+                    error = found or None
         missing = [p for p in range(1, spec.num_processes) if p not in present or _has_closed(present[p])]
-        if failure:
-            kind, error = "rendezvous", _failed_before(0, failure)
+        kind = "config" if error else "rendezvous"
+        if error is None and failure:
+            error = failure
         elif error is None and missing:
-            came, kind = spec.num_processes - len(missing), "rendezvous"
+            came = spec.num_processes - len(missing)
             error = (
                 f"expected {spec.num_processes} processes at {spec.coordinator}, {came} connected within "
                 f"{spec.rendezvous_timeout_s:g} s; missing: {name_processes(missing)}. All processes must start within "
@@ -142,17 +146,15 @@ def _hint(spec: ClusterSpec) -> str:
     )
 
 
-def _register(
-    connection: socket.socket, spec: ClusterSpec, present: dict[int, socket.socket]
-) -> tuple[str, str | None]:
-    """Adds a process to `present`; returns the kind of an error, and a conflict or the failure of the process.
-    Connections with another protocol are closed."""
+def _register(connection: socket.socket, spec: ClusterSpec, present: dict[int, socket.socket]) -> tuple[str, bool]:
+    """Adds a process to `present`; returns a conflict, or its failure and True, or an empty text. Connections with
+    another protocol are closed."""
     hello = _receive(connection, timeout_s=1.0)
     process, count, failure = hello.get("process"), hello.get("num_processes"), hello.get("failure")
     if not isinstance(process, int) or not isinstance(count, int):
         connection.close()
-        return "rendezvous", None
-    kind, error = "config", None
+        return "", False
+    error, is_failure = "", False
     if count != spec.num_processes:
         error = (
             f"process {process} was started with {spec.names.num_processes}={count}, process 0 with "
@@ -165,11 +167,11 @@ def _register(
         )
         process = -1  # the first connection remains, and this one receives the error too
     elif isinstance(failure, str):
-        kind, error = "rendezvous", _failed_before(process, failure)
+        error, is_failure = _failed_before(process, failure), True
     if process in present:
         present[process].close()
     present[process] = connection
-    return kind, error
+    return error, is_failure
 
 
 def _connect(spec: ClusterSpec, deadline: Deadline, own_failure: str = "") -> None:
