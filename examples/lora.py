@@ -4,6 +4,8 @@
 2. `spmdkit train configs/lora.yaml` loads its best checkpoint (`init_from` with `strict: false`, since it has no
    adapters) and trains the adapters alone (`train_only`) on other files, in capital letters.
 
+Expected: 2.72 nats per byte of text in capital letters. 0.5 minutes on two CPU cores.
+
 Suffixes as in gpt.py, and R, the rank.
 """
 

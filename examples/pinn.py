@@ -5,6 +5,8 @@ It uses features that most language models do not need. It differentiates with r
 It weights its residuals by a function of the parameters (causal weights with a learned rate). It draws from a separate
 key and stores statistics, a count and a maximum in the model state. On every mesh the numbers are those of one device.
 
+Expected: a mean error of 0.0046 against the exact solution, which lies between 0 and 1. 0.2 minutes on two CPU cores.
+
 Source: Raissi, Perdikaris and Karniadakis, "Physics-informed neural networks" (2019); Wang, Sankaran and Perdikaris,
 "Respecting causality" (2022), section 3, for weights that fall with time (here with a learned rate).
 
