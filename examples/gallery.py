@@ -312,7 +312,8 @@ def section(name: str, result: dict[str, Any]) -> str:
     links = f"[examples/{name}.py](../examples/{name}.py), [configs/{name}.yaml](../configs/{name}.yaml)"
     return f"""## {row.title}
 
-{row.text} {links}.
+{row.text}
+{links}.
 
 - Result: {result["value"]:.3g}, {row.metric[1]}.
 - Time: {result["minutes"]:.1f} minutes of processor time on two CPU cores.
