@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from spmdkit.checkpoint.location import Location, resolve
 from spmdkit.config import load_config
-from spmdkit.faults.injection.fault import CHECKPOINT_FAULTS, KINDS, NETWORK, Fault
+from spmdkit.faults.injection.fault import CHECKPOINT_FAULTS, CLOCK_STEP_S, KINDS, NETWORK, Fault
 from spmdkit.metrics import read_lines
 from spmdkit.metrics.events import parse_time
 from spmdkit.tools.drill import compare, figures
@@ -259,6 +259,7 @@ def soak(folder: Path, url: str | None, asked: argparse.Namespace) -> dict[str, 
     code = train(settings, run_dir, observer, num, 2 * len(faults) + 3)
     injected = [figures.injection_row(each, observer.attempts[0].begin) for each in observer.injections]
     step = newest(checkpoints)
+    is_timed = lambda seconds: seconds is not None and seconds < CLOCK_STEP_S / 2  # not by a clock that was set forward
     result = {
         "command": f"benchmarks/soak.py {' '.join(sys.argv[1:])}".strip(),
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
@@ -275,7 +276,7 @@ def soak(folder: Path, url: str | None, asked: argparse.Namespace) -> dict[str, 
         "logs": check_logs(run_dir),
         **goodput(read_lines(run_dir / "events.jsonl")),
         **{
-            f"{name}_s": figures.spread([row[f"{name}_s"] for row in injected if row[f"{name}_s"] is not None])
+            f"{name}_s": figures.spread([row[f"{name}_s"] for row in injected if is_timed(row[f"{name}_s"])])
             for name in ("detection", "recovery")
         },
         "steps_repeated": sum(row["steps_lost"] or 0 for row in injected if not row["overtaken"]),
