@@ -21,7 +21,7 @@ MOMENTS: Mapping[str, re.Pattern[str]] = {
 }
 """Optimizer of the experiment -> path of a leaf that optax's optimizers of its kind have in their state."""
 
-LIMITS: Mapping[str, int] = {"adam": 0, "adafactor": 0, "momentum": 0}
+LIMITS: Mapping[str, int] = {"adam": 0, "adafactor": 4, "momentum": 0}
 """Optimizer -> largest staleness with at most `MOST` times the loss without staleness, at the lowest measured rate."""
 MOST = 1.5
 
