@@ -42,7 +42,7 @@ def test_the_short_form_equals_one_device(load_example, name):
     row = load_example("gallery").ROWS[name]
     losses, params = two_steps(row, name)
     expected, expected_params = two_steps(row, name, "mesh={}")
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=2e-6)  # PPO's loss is a difference of terms near 1
     for leaf, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected_params), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=1e-3, atol=1e-4)
 
