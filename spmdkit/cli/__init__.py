@@ -403,6 +403,22 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's 
     echo(write_report(run_dir))
 
 
+@app.command(epilog="Example: spmdkit profile runs/first")
+def profile(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    top: Annotated[int, typer.Option(min=1, help="Number of operations.")] = 15,
+    json_: AsJson = False,
+) -> None:
+    """Summarize a run's profiler trace: top operations with their lines, collectives, exposed communication."""
+    from spmdkit.tools.profile import print_summary, summarize
+
+    summary = summarize(run_dir, top)
+    if json_:
+        print_json(summary)
+    else:
+        print_summary(summary)
+
+
 @app.command(epilog="Example: spmdkit watch runs/first")
 def watch(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],

@@ -74,7 +74,11 @@ def _status(run_dir: Path, events: Sequence[Record]) -> tuple[str, bool]:
             return "ended without an exit event (killed, or the machine lost power)", False
         return f"running{' or ended' if attempt.alive is None else ''}, {where}", True
     ends = [event for event in events if event["event"] in ENDS]
-    return (f"{ends[-1]['event']}{_reason(ends[-1])}", False) if ends else ("starting", True)
+    if not ends:
+        return "starting", True
+    last = ends[-1]
+    is_finished = last["event"] == "stopped" and last.get("code") == 0
+    return f"{'finished' if is_finished else last['event']}{_reason(last)}", False
 
 
 def _reason(event: Record) -> str:

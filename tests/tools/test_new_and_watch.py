@@ -91,7 +91,8 @@ def test_a_running_run_is_shown(run_dir):
 
 
 ENDS = {
-    "stopped": ({"event": "stopped", "step": 100, "code": 0}, ": stopped\n"),
+    "finished": ({"event": "stopped", "step": 100, "code": 0}, ": finished\n"),
+    "failed": ({"event": "stopped", "step": 40, "code": 74, "error": "disk"}, ": stopped: disk\n"),
     "fault": (
         {"event": "fault", "step": 40, "error": "NonFiniteError: the loss\nmore"},
         ": fault: NonFiniteError: the loss\n",

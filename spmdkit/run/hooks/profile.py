@@ -1,8 +1,10 @@
 """Records a profiler trace of the steps in `profile`. Each step is marked (`StepTraceAnnotation`), so that xprof shows
-step times."""
+step times. The compiled programs are written next to the trace: `spmdkit profile RUN` reads the lines from them."""
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import threading
 from typing import Any
 
@@ -37,6 +39,7 @@ def make(config: Any) -> Hook | None:
         if active and step == last:
             jax.block_until_ready(metrics)
             stop()
+            _write_programs(run)
             run.message(f"profile of steps {first} to {last}: {run.directory / 'profile'}")
 
     def stop(*_: Any) -> None:
@@ -45,6 +48,15 @@ def make(config: Any) -> Hook | None:
             jax.profiler.stop_trace()
 
     return Hook("profile", order=35, before_step=before_step, after_step=after_step, end=stop)
+
+
+def _write_programs(run: RunView) -> None:
+    """Writes the text of each compiled program that the run calls as `profile/NAME.hlo.gz`."""
+    program = run.program
+    for name, compiled in [("step", program.compiled), *((p.name, p.compiled) for p in program.phases)]:
+        if run.cluster.is_main and (text := compiled.as_text()):
+            with contextlib.suppress(OSError), gzip.open(run.directory / "profile" / f"{name}.hlo.gz", "wt", 1) as file:
+                file.write(text)
 
 
 def _wait_for_plan() -> None:
