@@ -1,38 +1,13 @@
-"""`spmdkit profile` of a real trace, and of traces in the form of a TPU and a GPU with known times."""
+"""`spmdkit profile` of traces in the form of a TPU and a GPU with known times. A real trace of a CPU is in
+tests/common_tasks/test_training.py."""
 
 import gzip
-import json
 
 import pytest
 from jax.profiler import ProfileData
 
 from spmdkit.errors import ConfigError
 from spmdkit.tools.profile import lines_of, summarize
-from tests.support.command_line import TASK, Folder
-from tests.support.command_line import alone as alone
-
-LINE = TASK.splitlines().index('    error = batch["x"] @ params["w"] + params["b"] - batch["y"]') + 1
-
-
-def test_a_trace_of_a_run_is_summarized(tmp_path, monkeypatch, capfd, alone):
-    folder = Folder(tmp_path, monkeypatch, capfd)
-    folder.write(
-        config={"devices": "cpu:2", "profile": "{steps: [2, 4]}", "checkpoint": None, "log": "{progress: off}"}
-    )
-    assert folder.leaves("train", "run.yaml") == 0
-    capfd.readouterr()
-    assert folder.leaves("profile", "run", "--json", "--top", "99") == 0
-    found = json.loads(capfd.readouterr().out)
-    assert found["steps"] == [2, 3, 4] and found["devices"] == 2 and found["step_s"] > 0
-    assert 0 < found["exposed"] <= found["collectives"] < 1 and 0 <= found["idle"] < 1 - found["collectives"]
-    rows = found["operations"]
-    assert sum(row["share"] for row in rows) == pytest.approx(1)
-    assert any(row["source"] == f"{tmp_path}/task.py:{LINE}" for row in rows)
-    assert any(row["collective"] and row["name"].startswith("all-reduce") and row["calls"] == 1 for row in rows)
-    assert folder.leaves("profile", "run", "--top", "3") == 0
-    text = capfd.readouterr().out.splitlines()
-    assert "steps 2 to 4, 2 devices" in text[0] and "exposed communication" in text[1] and len(text) == 7
-
 
 EVENTS = [("fusion.1", 0, 40), ("all-gather-start.1", 30, 50), ("while.7", 0, 100), ("fusion.2", 90, 10)]
 """Name, start and duration in microseconds: communication from 30 to 80, alone from 40; idle from 80 to 90."""
