@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from spmdkit.checkpoint import run_lock
+from tests.bad_input.repairs import REPAIRS
 from tests.support.command_line import Case
 from tests.support.messages import Parts
 
@@ -27,7 +28,7 @@ UNWRITABLE = {
 
 @pytest.mark.parametrize("name", OTHER_RUN)
 def test_the_directory_of_another_run_is_not_continued(name, folder):
-    OTHER_RUN[name].run(folder)
+    OTHER_RUN[name].run_and_repair(folder, REPAIRS["run directory"][name], is_new=False)
 
 
 @pytest.mark.parametrize("name", UNWRITABLE)

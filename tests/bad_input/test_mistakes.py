@@ -1,7 +1,9 @@
-"""Mistakes in the config, the task, its data and its functions: each is reported, and the run keeps what it has."""
+"""Mistakes in the config, the task, its data and its functions: each is reported, the run keeps what it has, and the
+run starts after the smallest repair."""
 
 import pytest
 
+from tests.bad_input.repairs import REPAIRS
 from tests.support.command_line import Case
 from tests.support.messages import Parts
 
@@ -130,5 +132,5 @@ MISTAKES = {"config": CONFIG, "data": DATA, "task": TASK, "init": INIT, "loss": 
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, cases in MISTAKES.items() for name in cases])
-def test_a_mistake_is_reported_and_nothing_is_lost(kind, name, folder):
-    MISTAKES[kind][name].run(folder)
+def test_a_mistake_is_reported_and_its_repair_works(kind, name, folder):
+    MISTAKES[kind][name].run_and_repair(folder, REPAIRS[kind][name], is_new=True)

@@ -11,6 +11,8 @@ import pytest
 
 from spmdkit import cli
 from spmdkit.faults import exit_handler
+from spmdkit.run.run import Run
+from spmdkit.run.trainer import SpmdTrainer
 from tests.support.messages import Parts
 
 TASK = """
@@ -58,8 +60,8 @@ NEVER = (
     "pydantic",
     "During handling",
 )
-MAX_CHARS = 1200
-"""Maximum number of characters of a message."""
+MAX_CHARS, MAX_LINES = 1200, 12
+"""Limits of a message."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -111,6 +113,25 @@ class Folder:
             code = left[0]
         return code
 
+    def does(self, *command):
+        """Runs a command that succeeds, and returns its output."""
+        code = self.leaves(*command)
+        out, err = self._capfd.readouterr()
+        assert code == 0, f"{' '.join(command)}: exit code {code}\n{out}{err}"
+        return out + err
+
+    def stop_before_training(self, is_new):
+        """Runs end with exit code 0 after their checks: a new one before it initializes its state, and one that
+        continues after it has restored."""
+        stage = (Run, "restore_or_init") if is_new else (SpmdTrainer, "compile")
+        self._monkeypatch.setattr(*stage, lambda *_: exit_handler.exit_process(0))
+
+    def repair(self, repairs):
+        """Replaces texts in the user's files."""
+        for name in ("task.py", "run.yaml"):
+            path = self.path / name
+            path.write_text(_replaced(path.read_text(), repairs))
+
     def run_files(self):
         """Returns path -> bytes of the metrics and checkpoints of a run."""
         files = [self.path / "run" / "metrics.jsonl", *(self.path / "run" / "checkpoints").rglob("*")]
@@ -134,6 +155,7 @@ class Folder:
         message = error.strip()
         assert message and len(message) < MAX_CHARS, f"{len(message)} characters\n{shown}"
         lines = message.splitlines()
+        assert len(lines) <= MAX_LINES, f"{len(lines)} lines\n{shown}"
         assert len(set(lines)) == len(lines), f"a line is said twice\n{shown}"
         after = self.run_files()
         for path, content in before.items():
@@ -143,6 +165,12 @@ class Folder:
         if not may_train:
             assert after.keys() == before.keys(), shown
         return message
+
+
+def _replaced(text, repairs):
+    for old, new in repairs:
+        text = text.replace(old, new)
+    return text
 
 
 class Case(NamedTuple):
@@ -165,3 +193,17 @@ class Case(NamedTuple):
         folder.write(self.code, self.task, self.config)
         command = ("train", "run.yaml", *self.overrides)
         return folder.fails(self.exit, self.expected, command=command, may_train=self.may_train)
+
+    def run_and_repair(self, folder, repairs, is_new):
+        """Asserts that `spmdkit train` prints the message, and that the same command starts to train after the repair.
+
+        Args:
+            repairs: pairs of a text in the files or the command, and its replacement.
+            is_new: train in a new directory after the repair.
+        """
+        if not self.may_train:
+            folder.stop_before_training(is_new)
+        self.run(folder)
+        folder.repair(repairs)
+        command = [_replaced(text, repairs) for text in ("train", "run.yaml", *self.overrides)]
+        folder.does(*command, *["run_dir=repaired"] * is_new)

@@ -79,13 +79,6 @@ class UserFolder(Folder):
             else:
                 subprocess.run(command, shell=True, check=True)
 
-    def does(self, *command):
-        """Runs a command that succeeds, and returns its output."""
-        code = self.leaves(*command)
-        out, err = self._capfd.readouterr()
-        assert code == 0, f"{' '.join(command)}: exit code {code}\n{out}{err}"
-        return out + err
-
     def records(self, run="run"):
         return [json.loads(line) for line in (self.path / run / "metrics.jsonl").read_text().splitlines()]
 
