@@ -139,7 +139,7 @@ def read_regular(path: str | os.PathLike[str], max_bytes: int = MAX_READ_BYTES) 
     """Returns the content of a regular file. Raises OSError like `open_regular`, and for a larger file."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > max_bytes:
-            raise OSError(errno.EFBIG, f"it has {size} bytes, at most {max_bytes} are read", os.fspath(path))
+            raise OSError(errno.EINVAL, f"it has {size} bytes, at most {max_bytes} are read", os.fspath(path))
         return file.read(max_bytes)
 
 

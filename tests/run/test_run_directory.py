@@ -89,7 +89,7 @@ def test_run_leaves_every_documented_file(tmp_path):
     assert {"loss", "examples_per_s", "step_time_s", "input_wait_s"} <= set(metrics[1])
     assert sk.load_config(run / "config.yaml").steps == 20
     assert not result.already_finished
-    assert '<span class="pill good">finished</span>' in (run / "report.html").read_text()
+    assert '<span class="pill mark good">finished</span>' in (run / "report.html").read_text()
     assert train(config, make_task()).already_finished
 
 
