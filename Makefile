@@ -26,7 +26,7 @@ demo: $(VENV)/.demo
 environments: $(EXTRAS)/.test lint types browser
 
 test: $(VENV)/.test versions lint types browser
-	$(BOUND) 2400 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile
+	$(BOUND) 2400 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile
 
 # The suite without the tests that start processes.
 quick: $(VENV)/.test lint types
