@@ -62,3 +62,23 @@ def test_client_frames_pass_unchanged(pair):
     assert relay.num_connected == 1
     client.close()
     assert end.recv(1) == b"", "the end of one side is the end of the other"
+
+
+def test_replies_are_sent_without_delay():
+    async def has_no_delay(service, listener):
+        clients = []
+
+        async def connect(reader, writer):
+            clients.append(writer)
+            await Relay(service.getsockname()).connect(reader, writer)
+
+        async with await asyncio.start_server(connect, sock=listener):
+            _, client = await asyncio.open_connection(*listener.getsockname())
+            end, _ = await asyncio.to_thread(service.accept)  # the relay has accepted the client
+            option = clients[0].get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            end.close()
+            client.close()
+            return option
+
+    with socket.create_server(("127.0.0.1", 0)) as service, socket.create_server(("127.0.0.1", 0)) as listener:
+        assert asyncio.run(has_no_delay(service, listener))
