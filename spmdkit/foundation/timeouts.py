@@ -58,8 +58,9 @@ INPUT_GRACE_S = 3.0  # for the next batch, after a request to stop
 
 # ---- launch ----
 LAUNCH_POLL_S = 0.05  # between two polls of the launcher's processes
-ERROR_COLLECT_S = 0.5  # after the first failure, for the other processes to report their errors
-FAILED_GRACE_S = 0.3  # after that, for them to exit
+ERROR_COLLECT_S = 3.0  # after the first failure, for the other processes to report their errors and exit
+FAILED_GRACE_S = 0.3  # after that, and a SIGTERM, for them to exit
+OUTPUT_DRAIN_S = 5.0  # for the last lines of an exited process; a process that it left behind may hold the pipe
 SILENT_PROCESS_S = 2.0  # without a heartbeat: the launcher accepts other processes' reports of a silent process
 STACKS_WRITE_S = 0.5  # for a process with a blocked interpreter to write its stack traces
 RESTART_FIRST_WAIT_S = 1.0  # before the first restart; the wait doubles

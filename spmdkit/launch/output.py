@@ -17,6 +17,8 @@ from contextlib import suppress
 from functools import partial
 from typing import IO, TextIO
 
+from spmdkit.foundation.deadline import Deadline
+from spmdkit.foundation.timeouts import OUTPUT_DRAIN_S
 from spmdkit.launch.logs import Logs
 
 TAIL_LINES = 20
@@ -56,8 +58,9 @@ class Output:
 
     def drain(self) -> None:
         """Waits until the last lines of an exited process are copied."""
+        deadline = Deadline(OUTPUT_DRAIN_S)
         for reader in self._readers:
-            reader.join(timeout=1.0)
+            reader.join(deadline.remaining_s)
 
 
 def _copy(

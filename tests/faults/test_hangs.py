@@ -105,8 +105,7 @@ def test_stopped_process_is_75_and_named(job, frozen):
     [
         pytest.param("raise", 1, 4, 70, marks=pytest.mark.slow),
         pytest.param("kill", 1, 4, 137, marks=pytest.mark.slow),
-        # Open defect: in 2 of 16 runs the line of process 1 was missing, or the launcher did not end within 90 s.
-        pytest.param("kill", 0, 2, 137, marks=pytest.mark.slow),
+        ("kill", 0, 2, 137),
     ],
 )
 def test_error_or_kill_ends_all_processes(job, kind, who, n, code):
