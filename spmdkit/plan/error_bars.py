@@ -33,4 +33,4 @@ def error_bar(target: Target) -> ErrorBar | None:
 
 def error_bar_text(bar: Mapping[str, Any]) -> str:
     """Returns the sentence of a plan, from the bar in its JSON."""
-    return f"error bar ±{bar['relative']:.0%}: 8 of 10 of {bar['runs']} published step times are within it"
+    return f"error bar ±{bar['relative']:.0%}: it covers 80 % of the step times of {bar['runs']} published runs"

@@ -21,7 +21,7 @@ from spmdkit.foundation.formatting import format_bytes, format_count, format_dur
 from spmdkit.plan.document import Document
 from spmdkit.plan.planner import PlanProcesses, call_all, log, num_workers
 from spmdkit.plan.prices import Pricing, cost_of
-from spmdkit.plan.table import console
+from spmdkit.plan.table import NUMBER, console
 
 Row = dict[str, Any]
 STATUSES = ("fits", "over budget", "does not fit", "refused")
@@ -147,11 +147,19 @@ def show_rows(first: str, rows: Sequence[Row], pricing: Pricing, to: Console | N
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
-    """Returns why each row that does not fit does not."""
-    found = [row for row in rows if row["status"] != "fits"]
-    return [
-        f"{row['name']} {'is ' * (row['status'] != 'does not fit')}{row['status']}: {row['reason']}" for row in found
-    ]
+    """Returns why rows do not fit: the first row with a reason, and the names of the others with the same reason, apart
+    from numbers."""
+    alike = dict[tuple[str, str], list[Row]]()
+    for row in rows:
+        if row["status"] != "fits":
+            alike.setdefault((row["status"], NUMBER.sub("N", row["reason"])), []).append(row)
+    lines = list[str]()
+    for first, *others in alike.values():
+        status = f"{'is ' * (first['status'] != 'does not fit')}{first['status']}: {first['reason']}"
+        lines.append(f"{first['name']} {status}")
+        if others:
+            lines.append(f"The same holds for {', '.join(row['name'] for row in others)}.")
+    return lines
 
 
 def notes_of(rows: Sequence[Row], pricing: Pricing) -> list[str]:

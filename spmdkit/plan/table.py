@@ -28,6 +28,8 @@ MAX_ROWS = 12
 MAX_LINES = 10
 LEAST = 1e-4
 """Share of the step that is shown."""
+NUMBER = re.compile(r"\d+")
+"""Reasons that differ only in numbers are shown once."""
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -202,7 +204,7 @@ def show_candidates(rows: Sequence[Mapping[str, Any]], to: Console | None = None
         for row in refused[:most]:
             table.add_row(row["name"], escape(row["reason"]))
         out.print(table)
-        for reason, num in Counter(re.sub(r"\d+", "N", row["reason"]) for row in refused[most:]).most_common():
+        for reason, num in Counter(NUMBER.sub("N", row["reason"]) for row in refused[most:]).most_common():
             out.print(f"[dim]and {num} more: {escape(reason)}[/]")
         out.print()
     out.print(f"[bold]Candidates[/]  {len(others)}, best first")

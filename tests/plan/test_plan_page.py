@@ -46,7 +46,7 @@ def test_page_and_text_show_the_error_bar(plan):
     assert "error bar, from 23 published runs" in plan_page(shown) and "17%" in plan_page(shown)
     out = Console(width=120, record=True, file=io.StringIO())
     show(shown, out)
-    assert "error bar ±17%: 8 of 10 of 23 published step times are within it" in out.export_text()
+    assert "error bar ±17%: it covers 80 % of the step times of 23 published runs" in out.export_text()
 
 
 def test_what_a_user_wrote_is_escaped(plan):

@@ -12,6 +12,7 @@ from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.plan.command import PlanOptions, run_plan
 from spmdkit.plan.machine.target import parse_target
 from spmdkit.plan.planner import PlanProcesses
+from spmdkit.plan.points import reasons
 from spmdkit.plan.prices import FILE, Pricing, cost_of, read_prices
 from spmdkit.plan.sweep import family_target, largest_batch, read_sweep
 from tests.support.plan_files import write
@@ -57,6 +58,16 @@ def test_targets_are_sorted_with_their_reasons(tmp_path, capsys):
     assert rows["cpu:8"]["cost"]["per_hour"] is None
     cost, step_s = rows["gpu:h100:8"]["cost"], rows["gpu:h100:8"]["predicted_step_s"]
     assert cost["per_step"] == pytest.approx(8 * cost["chip_hour"] * step_s / 3600)
+
+
+def test_reasons_that_differ_in_numbers_are_shown_once():
+    rows = [{"name": f"{n}", "status": "refused", "reason": f"15 examples, batch_size {n}"} for n in (16, 32, 64)]
+    rows.insert(1, {"name": "8", "status": "does not fit", "reason": "a step needs 15 of 8 GiB"})
+    assert reasons(rows) == [
+        "16 is refused: 15 examples, batch_size 16",
+        "The same holds for 32, 64.",
+        "8 does not fit: a step needs 15 of 8 GiB",
+    ]
 
 
 def test_no_target_that_fits_ends_with_78(tmp_path, capsys):

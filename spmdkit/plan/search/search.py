@@ -89,7 +89,7 @@ def _rank(all_candidates: list[Candidate]) -> tuple[Candidate, ...]:
     fitting = sorted((c for c in all_candidates if c.status == "fits"), key=lambda c: c.predicted_per_example_s)
     if fitting:
         best = fitting[0]
-        unit = "step" if all(c.batch_size == best.batch_size for c in fitting) else "time per example"
+        unit = "step" if all(c.batch_size == best.batch_size for c in all_candidates) else "time per example"
         best.status, best.reason = "best", f"the shortest predicted {unit} of those that fit"
         for candidate in fitting[1:]:
             ratio = candidate.predicted_per_example_s / best.predicted_per_example_s
