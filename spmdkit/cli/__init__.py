@@ -6,6 +6,7 @@ message on standard error, never a traceback.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -560,7 +561,13 @@ def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
     return config, join(spec, config.devices, interface=config.cluster.interface)
 
 
+@functools.cache
+def _command() -> Any:
+    """Returns the parser of all commands. It takes 20 ms to build, and a process may run several commands."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Runs the command line, and returns or exits with the exit code. Files that it writes are not world-readable."""
     os.umask(os.umask(0o077) | 0o027)
-    return run_process(lambda: app(arguments, prog_name="spmdkit"))
+    return run_process(lambda: _command()(arguments, prog_name="spmdkit"))

@@ -145,11 +145,12 @@ def test_checkpoints_that_are_deleted_while_one_is_written(empty):
     """The writer meets it in its own threads, and raised it once more when it was closed, over the message."""
     empty.write(
         """
-        import pathlib, shutil, threading
+        import pathlib, shutil, threading, time
         RUN = pathlib.Path("run").resolve()
         def delete():
             while not (RUN / "stop").exists():  # against a writer that goes on making folders in it
                 shutil.rmtree(RUN / "checkpoints", ignore_errors=True)
+                time.sleep(0.0005)
         def after_save(run, step):
             threading.Thread(target=delete, daemon=True).start()
         HOOKS = [sk.Hook("deletes", after_save=after_save)]

@@ -64,6 +64,8 @@ MAX_CHARS, MAX_LINES = 1200, 12
 """Limits of a message."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+_succeeded: set[tuple[str, ...]] = set()
+"""Files and commands of repairs that have ended with 0. They are not run again: many mistakes have the same repair."""
 
 
 @pytest.fixture
@@ -121,16 +123,23 @@ class Folder:
         return out + err
 
     def stop_before_training(self, is_new):
-        """Runs end with exit code 0 after their checks: a new one before it initializes its state, and one that
+        """Runs end with exit code 0 after their checks: a new one before it claims its directory, and one that
         continues after it has restored."""
-        stage = (Run, "restore_or_init") if is_new else (SpmdTrainer, "compile")
-        self._monkeypatch.setattr(*stage, lambda *_: exit_handler.exit_process(0))
+        stage = (Run, "__init__") if is_new else (SpmdTrainer, "compile")
+        self._monkeypatch.setattr(*stage, lambda *_, **__: exit_handler.exit_process(0))
 
-    def repair(self, repairs):
-        """Replaces texts in the user's files."""
-        for name in ("task.py", "run.yaml"):
-            path = self.path / name
+    def repair(self, repairs, command, run):
+        """Replaces texts in the user's files and in `command`, and asserts that the command ends with 0.
+
+        `run`: the state of the run directory: text that identifies it.
+        """
+        files = [self.path / name for name in ("task.py", "run.yaml")]
+        for path in files:
             path.write_text(_replaced(path.read_text(), repairs))
+        repaired = [word for text in command if (word := _replaced(text, repairs))]
+        if (key := (run, *(path.read_text() for path in files), *repaired)) not in _succeeded:
+            self.does(*repaired)
+            _succeeded.add(key)
 
     def run_files(self):
         """Returns path -> bytes of the metrics and checkpoints of a run."""
@@ -204,6 +213,5 @@ class Case(NamedTuple):
         if not self.may_train:
             folder.stop_before_training(is_new)
         self.run(folder)
-        folder.repair(repairs)
-        command = [_replaced(text, repairs) for text in ("train", "run.yaml", *self.overrides)]
-        folder.does(*command, *["run_dir=repaired"] * is_new)
+        command = ("train", "run.yaml", *self.overrides, *["run_dir=repaired"] * is_new)
+        folder.repair(repairs, command, f"new {is_new}, trains {self.may_train}")
