@@ -107,7 +107,7 @@ def _no_file(path: Path) -> str:
         return f"no such file, and no folder {path.parent}. Check the path."
     near = sorted(p.name for p in path.parent.iterdir() if p.suffix in SUFFIXES)
     hint = nearest(path.name, near) or (f" {path.parent} holds {', '.join(near[:5])}." if near else "")
-    return f"no such file.{hint} CONFIG is the path of a YAML, JSON or TOML file."
+    return f"no such file.{hint} A config is a YAML, JSON or TOML file. Correct the path."
 
 
 def parse(text: str, place: Callable[[int], Location], name: str) -> Document:

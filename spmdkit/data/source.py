@@ -94,6 +94,8 @@ def open_source(data: Any, what: str = "train_data", access: ReadPolicy | None =
     datasets = sys.modules.get("datasets")
     if datasets is not None and isinstance(data, datasets.Dataset) and data.format["type"] is None:
         data = data.with_format("numpy")  # otherwise rows are lists of Python numbers
+    if isinstance(data, type):
+        raise ConfigError(f"{what} is the class {data.__name__}. Data are an instance. Write {what}={data.__name__}().")
     if _is_sequence_of_examples(data):
         return ExampleSource(data, what, is_grain=False, access=access or DEFAULT_POLICY)
     if jax.tree_util.all_leaves([data]):

@@ -1,4 +1,5 @@
-"""The smallest repair of each mistake: texts of the user's files and command, and what replaces them."""
+"""The smallest repair of each mistake: texts of the user's files and command, and what replaces them; of a command: the
+commands to type after it."""
 
 INIT = "return {'w': jnp.zeros((4, 8)), 'b': jnp.zeros(8)}"
 LOSS = "return sk.mean(batch['x'] @ params['w'])"
@@ -15,6 +16,18 @@ REPAIRS = {
         "a rule that matches nothing": [("[[ww,", "[[w,")],
         "a rule of the task without dims": [("['w']", "[('w', ('embed', None))]")],
         "model state policy without model state": [("model_state: replica\n", "")],
+        "a number in quotes": [("'4'", "4")],
+        "no steps": [("steps: 0", "steps: 4")],
+        "a mesh axis with a typo": [("dtaa", "data")],
+        "two axes that fill": [(", fsdp: -1", "")],
+        "an accelerator by its name": [("gpu:2", "[0, 1]")],
+        "a section without a value": [("checkpoint: \n", "checkpoint: {every_steps: 2}\n")],
+        "a key twice": [("seed: 0\nsteps: 4\n", "")],
+        "an unknown optimizer": [("adamm", "adam")],
+        "an unknown reducer": [("reducer: sums\n", "")],
+        "a base that is not there": [("base: bsae.yaml\n", "")],
+        "an unset environment variable": [("SPMDKIT_NO_SUCH}", "SPMDKIT_NO_SUCH:0}")],
+        "a variable of a shell": [("${RUNS}", "run")],
     },
     "data": {
         "unequal lengths": [("[:31]", "")],
@@ -24,6 +37,21 @@ REPAIRS = {
         "a source of uneven examples": [("[: 8 - i % 2]", "")],
         "a source whose length raises": [("raise OSError('no index')", "return 32")],
         "eval_data of float64": [("np.float64", "np.float32")],
+        "a generator": [("=(e for e in Examples())", "=list(e for e in Examples())")],
+        "a function that returns the data": [("lambda: DATA", "DATA")],
+        "a class in place of its instance": [("train_data=Examples", "train_data=Examples()")],
+        "no arrays": [("train_data={}", "train_data=DATA")],
+        "no examples": [("[:0]", "")],
+        "train_data of float64": [("np.float64", "np.float32")],
+        "a column of text": [(" | {'name': np.array(['a'] * 32)}", "")],
+        "a list of rows as a leaf": [(".tolist()", "")],
+        "a masked array": [("np.ma.array(DATA['x'])", "np.ma.array(DATA['x']).filled(0)")],
+        "a scalar as a leaf": [("np.asarray(2, np.float32)", "np.full(32, 2, np.float32)")],
+        "keys of two types": [(" | {1: DATA['x']}", "")],
+        "an example that is a list": [(".tolist()", "")],
+        "an example that is missing": [("None if i == 0 else e for", "e for")],
+        "a grain dataset of batches": [(".batch(8)", "")],
+        "a grain dataset that repeats": [(".repeat()", "")],
     },
     "task": {
         "file missing": [("taks.py", "task.py")],
@@ -115,10 +143,54 @@ REPAIRS = {
         ],
     },
     "run directory": {
-        "another model": [(", 'scale': jnp.ones(())", "")],
+        "another model": [("lambda key: init(key) | {'scale': jnp.ones(())}", "init")],
         "another optimizer": [("optax.adam(1e-3)", "optax.sgd(0.1)")],
-        "another seed": [("seed: 1", "seed: 0")],
-        "another number of examples": [("[:24]", "")],
+        "another seed": [("seed: 1\n", "")],
+        "another number of examples": [("{'x': x[:24], 'y': DATA['y'][:24]}", "DATA")],
         "another task": [("task.py:make", "task.py:task")],
     },
+}
+
+EVALUATED, PREDICTED = {"eval_data": "DATA"}, {"eval_data": "DATA", "predict_fn": "predict_fn"}
+"""Arguments of the task in a repair."""
+WEIGHTS = "train run.yaml init_from=run run_dir=new"
+INSPECT, EXPORT = "checkpoint inspect run --step 2", "checkpoint export run params.safetensors"
+FUNCTION = "checkpoint export run --stablehlo predict.bin"
+LAUNCH = "launch -n 2 --devices-per-process 1 -- --version"
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "eval without a checkpoint": ("eval run.yaml",),
+    "eval of two states": ("eval run.yaml --initial",),
+    "weights that are not there": (WEIGHTS,),
+    "weights of no run": (WEIGHTS,),
+    "weights of torch": (EXPORT, "train run.yaml 'init_from={file: params.safetensors}' run_dir=new"),
+    "two sources of weights": (WEIGHTS,),
+    "an unknown part of a run": ("train run.yaml 'init_from={path: run, what: [params]}' run_dir=new",),
+    "a config that is not there": ("train run.yaml run_dir=new",),
+    "report of no run": ("report run",),
+    "report of nothing": ("report run",),
+    "checkpoints of nothing": ("checkpoint ls run",),
+    "inspect what is not there": ("checkpoint inspect run",),
+    "launch nothing": (LAUNCH,),
+    "launch no process": (LAUNCH,),
+    "launch processes without devices": (LAUNCH,),
+    "show a config": ("config show run.yaml mesh.data=4",),
+    "layout of a config": ("layout run.yaml 'mesh={data: 4}'",),
+    "eval without data": ("eval run.yaml",),
+    "eval of another model": ("eval run.yaml",),
+    "inspect a step that is not there": (INSPECT,),
+    "export over a file": (EXPORT,),
+    "export in an unknown format": (EXPORT + " --format safetensors",),
+    "export of nothing": (EXPORT,),
+    "export of a task without its run": (FUNCTION,),
+    "export of no predict_fn": (FUNCTION,),
+    "export of two steps": ("checkpoint export run params.safetensors --step 2",),
+    "export of what was not kept": (EXPORT,),
+    "export below a file": (EXPORT,),
+    "unknown command": ("train run.yaml run_dir=new",),
+    "unknown option": ("train run.yaml run_dir=new",),
+    "a setting as an option": ("train run.yaml batch_size=16 run_dir=new",),
+    "a setting of a section as an option": ("config show run.yaml mesh.data=4",),
+    "no config": ("train run.yaml run_dir=new",),
+    "a step that is no number": (INSPECT,),
 }

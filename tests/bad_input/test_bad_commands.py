@@ -1,7 +1,11 @@
-"""The other commands: eval, report, checkpoint, launch, layout, config, and what typer says by itself."""
+"""The other commands: eval, report, checkpoint, launch, layout, config, and messages of typer. Each mistake has a
+repair: commands that end with 0."""
+
+import shlex
 
 import pytest
 
+from tests.bad_input.repairs import COMMANDS, EVALUATED, PREDICTED
 from tests.support.messages import Parts
 
 NEVER_TRAINED = {
@@ -51,11 +55,24 @@ TYPER = {
 }
 
 
+PREDICT = "def predict_fn(params, batch): return batch['x'] @ params['w']"
+
+
+def repair(folder, name):
+    """Asserts that the repaired commands end with 0 in a folder with a trained run."""
+    folder.write(PREDICT, PREDICTED if "--stablehlo" in COMMANDS[name][0] else EVALUATED)
+    folder.stop_before_training(is_new=True)
+    for command in COMMANDS[name]:
+        folder.repair([], shlex.split(command), "trained")
+
+
 @pytest.mark.parametrize("name", NEVER_TRAINED)
-def test_a_command_where_nothing_was_trained(name, empty):
+def test_a_command_where_nothing_was_trained(name, empty, trained):
     code, command, assert_parts = NEVER_TRAINED[name]
     empty.write()
     empty.fails(code, assert_parts, command=command)
+    empty.copy_run(trained)
+    repair(empty, name)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -63,12 +80,18 @@ def test_a_command_where_something_was_trained(name, folder):
     code, command, assert_parts = TRAINED[name]
     folder.write()
     folder.fails(code, assert_parts, command=command)
+    repair(folder, name)
 
 
 @pytest.mark.parametrize("name", TYPER)
-def test_a_command_that_does_not_exist(name, empty):
+def test_a_command_that_does_not_exist(name, folder):
     command, assert_parts = TYPER[name]
-    empty.fails(2, Parts(found=assert_parts, repair="Try 'spmdkit"), command=command)
+    folder.fails(2, Parts(found=assert_parts, repair="Try 'spmdkit"), command=command)
+    repair(folder, name)
+
+
+def test_each_command_is_repaired():
+    assert COMMANDS.keys() == {**NEVER_TRAINED, **TRAINED, **TYPER}.keys()
 
 
 @pytest.mark.parametrize("command", [(), ("train",), ("checkpoint", "ls"), ("launch",)])

@@ -13,10 +13,10 @@ from tests.support.command_line import Case
 from tests.support.messages import Parts
 
 OTHER_RUN = {
-    "another model": Case(Parts(requested="run/checkpoints/2 into", found="1 leaf differs (saved 4, requested 5)", repair=("checkpoint's record", "set run_dir")), "def init(key): return {'w': jnp.zeros((4, 8)), 'b': jnp.zeros(8), 'scale': jnp.ones(())}", exit=79),
+    "another model": Case(Parts(requested="run/checkpoints/2 into", found="1 leaf differs (saved 4, requested 5)", repair=("checkpoint's record", "set run_dir")), task={"init": "lambda key: init(key) | {'scale': jnp.ones(())}"}, exit=79),
     "another optimizer": Case(Parts(requested="run/checkpoints/2 into", found="5 leaves differ (saved 4, requested 9)", repair=("checkpoint's record", "set run_dir")), task={"optimizer": "optax.adam(1e-3)"}, exit=79),
     "another seed": Case(Parts(requested="now seed is 1", found=("seed: 0", "saved at step 2"), rule="must not change during a run", repair=("Restore seed", "set run_dir to a new folder")), config={"seed": "1"}),
-    "another number of examples": Case(Parts(requested="train_data", found=("batch 3", "step 2", "24 examples now"), repair=("Restore the data", "set run_dir to a new folder")), "DATA = {'x': DATA['x'][:24], 'y': DATA['y'][:24]}"),
+    "another number of examples": Case(Parts(requested="train_data", found=("batch 3", "step 2", "24 examples now"), repair=("Restore the data", "set run_dir to a new folder")), task={"train_data": "{'x': x[:24], 'y': DATA['y'][:24]}"}),
     "another task": Case(Parts(requested="now task is task.py:make", found=("task: task.py:task", "saved at step 2"), rule="must not change during a run", repair=("Restore task", "set run_dir to a new folder")), "other = None\n@sk.task\ndef make(): return task", config={"task": "task.py:make"}),
 }  # fmt: skip
 

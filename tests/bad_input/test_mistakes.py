@@ -18,6 +18,18 @@ CONFIG = {
     "a rule that matches nothing": Case(Parts(requested="layout.rules: pattern 'ww'", found="none of the 2 parameters", rule="whole path", repair="'w'"), config={"mesh": "{fsdp: 4}", "layout": "{rules: [[ww, [embed, null]]]}"}),
     "a rule of the task without dims": Case(Parts(requested="Task.rules", found="'w'", rule="a pair (path pattern", repair="('blocks/.*/kernel', ('embed', 'mlp'))"), task={"rules": "['w']"}),
     "model state policy without model state": Case(Parts(requested="model_state: replica", found="no effect", rule="init returns no state", repair="sk.Variables(params, state)"), config={"model_state": "replica"}),
+    "a number in quotes": Case(Parts(requested="run.yaml:3: steps:", found="found '4' (text)", rule="a valid integer", repair="Write steps: 4, without quotes"), config={"steps": "'4'"}),
+    "no steps": Case(Parts(requested="run.yaml:3: steps:", found="found 0 (a whole number)", rule="greater than or equal to 1", repair="Try steps: 1"), config={"steps": "0"}),
+    "a mesh axis with a typo": Case(Parts(requested="run.yaml:6: mesh.dtaa:", found="unknown key", repair="'data'"), config={"mesh": "{dtaa: -1}"}),
+    "two axes that fill": Case(Parts(requested="run.yaml:6: mesh.fsdp:", found="is -1, and so is mesh.data", rule="At most one", repair="Give one a number"), config={"mesh": "{data: -1, fsdp: -1}"}),
+    "an accelerator by its name": Case(Parts(requested="run.yaml:5: devices:", found="found 'gpu:2' (text)", rule="local device indices", repair="Try devices: [0, 1]"), config={"devices": "gpu:2"}),
+    "a section without a value": Case(Parts(requested="run.yaml:7:", found="checkpoint has no value", repair="null, or remove the key"), config={"checkpoint": ""}),
+    "a key twice": Case(Parts(requested="run.yaml:9:", found="steps is given twice", rule="first on line 3", repair="Keep one of them"), config={"seed": "0\nsteps: 4"}),
+    "an unknown optimizer": Case(Parts(requested="run.yaml:8: optimizer", found="'adamm'", repair="'adam'"), task={"optimizer": None}, config={"optimizer": "{name: adamm, learning_rate: 1e-3}"}),
+    "an unknown reducer": Case(Parts(requested="run.yaml:8: reducer:", found="found 'sums' (text)", rule="one of", repair="'sum'"), config={"reducer": "sums"}),
+    "a base that is not there": Case(Parts(requested="run.yaml:8: base:", found=("bsae.yaml", "no such file"), rule="A config is", repair="Correct the path"), config={"base": "bsae.yaml"}),
+    "an unset environment variable": Case(Parts(requested="run.yaml:8: seed:", found="SPMDKIT_NO_SUCH", repair="${env:SPMDKIT_NO_SUCH:"), config={"seed": "${env:SPMDKIT_NO_SUCH}"}),
+    "a variable of a shell": Case(Parts(requested="run.yaml:2: run_dir:", found="${RUNS}", rule="${env:", repair="${env:RUNS}"), config={"run_dir": "${RUNS}"}),
 }  # fmt: skip
 
 DATA = {
@@ -28,6 +40,21 @@ DATA = {
     "a source of uneven examples": Case(Parts(requested=("batch of step 3", "train_data[29] leaf 'y'"), found=("float32[7]", "example 0"), rule="a compiled step has one", repair=("Pad or crop", "__getitem__")), "class Uneven(Examples):\n    def __getitem__(self, i): return {'x': DATA['x'][i], 'y': DATA['y'][i][: 8 - i % 2]}", {"train_data": "Uneven()"}, may_train=True),
     "a source whose length raises": Case(Parts(requested="len(train_data)", found="OSError: no index", rule="number of examples"), "class Broken(Examples):\n    def __len__(self): raise OSError('no index')", {"train_data": "Broken()"}, exit=70),
     "eval_data of float64": Case(Parts(requested="eval_data: leaf 'x'", found="float64", rule="float32", repair=".astype(np.float32)"), task={"eval_data": "{'x': DATA['x'].astype(np.float64), 'y': DATA['y']}"}),
+    "a generator": Case(Parts(requested="train_data is a generator", rule="__len__ and __getitem__", repair="list(data)"), task={"train_data": "(e for e in Examples())"}),
+    "a function that returns the data": Case(Parts(requested="train_data is a function", rule="arrays", repair="@sk.stream"), task={"train_data": "lambda: DATA"}),
+    "a class in place of its instance": Case(Parts(requested="train_data is the class Examples", rule="an instance", repair="train_data=Examples()"), task={"train_data": "Examples"}),
+    "no arrays": Case(Parts(requested="train_data is {}", rule="holds no array", repair="at least one array"), task={"train_data": "{}"}),
+    "no examples": Case(Parts(requested="train_data is empty", found="0 examples", rule="at least 1", repair="Check the filter"), task={"train_data": "{'x': DATA['x'][:0], 'y': DATA['y'][:0]}"}),
+    "train_data of float64": Case(Parts(requested="train_data: leaf 'x'", found="float64", rule="float32", repair=".astype(np.float32)"), task={"train_data": "{'x': DATA['x'].astype(np.float64), 'y': DATA['y']}"}),
+    "a column of text": Case(Parts(requested="train_data: leaf 'name'", found="<U1", rule="numbers or booleans", repair="remove it"), task={"train_data": "DATA | {'name': np.array(['a'] * 32)}"}),
+    "a list of rows as a leaf": Case(Parts(requested="train_data: leaf 'x/0/0'", found="is a float", rule="numpy or JAX array", repair="np.asarray(...)"), task={"train_data": "{'x': DATA['x'].tolist(), 'y': DATA['y']}"}),
+    "a masked array": Case(Parts(requested="train_data: leaf 'x'", found="masked array", rule="drop its mask", repair=".filled(value)"), task={"train_data": "{'x': np.ma.array(DATA['x']), 'y': DATA['y']}"}),
+    "a scalar as a leaf": Case(Parts(requested="train_data: leaf 'scale'", found="scalar float32[]", rule="first dim of every leaf", repair="np.full(num_examples, value)"), task={"train_data": "DATA | {'scale': np.asarray(2, np.float32)}"}),
+    "keys of two types": Case(Parts(requested="train_data is not a pytree", repair="keys of one type"), task={"train_data": "DATA | {1: DATA['x']}"}),
+    "an example that is a list": Case(Parts(requested="train_data[0]", found="a Python list of 4 numbers", rule="an array or one number", repair="np.asarray(values"), "class Lists(Examples):\n    def __getitem__(self, i): return {'x': DATA['x'][i].tolist(), 'y': DATA['y'][i]}", {"train_data": "Lists()"}),
+    "an example that is missing": Case(Parts(requested="train_data[0]", found="None", repair="Filter beforehand"), task={"train_data": "[None if i == 0 else e for i, e in enumerate(Examples())]"}),
+    "a grain dataset of batches": Case(Parts(requested="train_data is a grain dataset of batches", found=".batch(8)", rule="batch_size in the config", repair="Remove .batch(8)"), "import grain", {"train_data": "grain.MapDataset.source(Examples()).batch(8)"}),
+    "a grain dataset that repeats": Case(Parts(requested="train_data is endless", rule="counts the epochs", repair="Remove .repeat()"), "import grain", {"train_data": "grain.MapDataset.source(Examples()).repeat()"}),
 }  # fmt: skip
 
 TASK = {

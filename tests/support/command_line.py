@@ -96,9 +96,11 @@ class Folder:
         (self.path / "run.yaml").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
 
     def copy_run(self, source, name="run"):
-        """Copies a run directory next to the config."""
-        shutil.copytree(source, self.path / name)
+        """Copies a run directory next to the config, as if it had been trained here."""
+        shutil.copytree(source, self.path / name, dirs_exist_ok=True)
         (self.path / name / "report.html").unlink(missing_ok=True)
+        config = self.path / name / "config.yaml"
+        config.write_text(config.read_text().replace(str(source.parent), str(self.path)))
 
     def leaves(self, *arguments):
         """Runs a command as `spmdkit` does, without the end of the process, and returns its exit code."""
