@@ -131,6 +131,7 @@ class GradientStep:
         )
         with self._turn:
             self._state, values = jax.block_until_ready(self.program.step(before, batch))
+            norm = self.program.gradient_norm()
         # Copies: on the CPU `device_get` returns the memory of the state, which the next step reuses.
         arrays = {path: np.array(x) for path, x in to_arrays(self._state.opt_state["gradient"]).items()}
         numbers = jax.device_get(dict(self.program.metrics(values)))
@@ -139,6 +140,8 @@ class GradientStep:
         weight, loss = metrics.pop(f"{OWN}weight"), metrics.pop("loss")
         wrong = [name for name, ok in finite.items() if not ok]
         wrong += ["metrics"] * any(not np.isfinite(x) for x in metrics.values())
+        if norm is not None:
+            metrics.setdefault("gradient_norm", norm)
         state = self._state.model_state
         state = None if state is None else {path: np.array(x) for path, x in to_arrays(state).items()}
         return Gradient(arrays, loss, weight, metrics, tuple(wrong), state)

@@ -31,6 +31,8 @@ from spmdkit.parameter_server.roles import Roles
 from spmdkit.parameter_server.threads import Threads
 from spmdkit.parameter_server.transport import Transport, Unavailable
 from spmdkit.program.compile_cache import Programs
+from spmdkit.program.learning_rate import learning_rate
+from spmdkit.program.memory import peak_memory
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
 from spmdkit.run.actions import evaluate, save
@@ -120,6 +122,7 @@ class _Monitor:
 
     def __init__(self, run: Run, state: TrainState, transport: Transport, roles: Roles):
         self.run, self._state, self._servers, self._turn = run, state, roles.options.servers, roles.turn
+        self._is_one_process = roles.options.transport == "threads"
         self._tables = saved_tables(run)
         life = max((life for table in self._tables or () for _, life, *_ in table["last_push"]), default=-1) + 1
         numbers = roles.options.servers, roles.options.workers
@@ -278,10 +281,15 @@ class _Monitor:
         run.report_saves()
         progress = {f"worker_{worker}_pushes": float(num) for worker, num in sorted(stats.progress.items())}
         progress["pushes_dropped"] = float(sum(stats.dropped.values()))
-        rate, values = rates(records, step - before, elapsed_s, run.config.largest_batch), means(records)
+        tokens = run.program.num_tokens(run.program.abstract_batch)
+        rate, values = rates(records, step - before, elapsed_s, run.config.largest_batch, tokens), means(records)
         if bad := not_finite(values):  # already applied: on_nonfinite is continue
             run.message(f"step {step}: {format_metrics(bad)}")
-        run.write({"step": step, **values, **rate, **progress})
+        more = {"learning_rate": learning_rate(run.config, (), step)}
+        if self._is_one_process:
+            more["peak_memory_bytes"] = peak_memory(run.cluster.devices)
+        known = {name: x for name, x in more.items() if x is not None}
+        run.record_metrics(step, {**values, **rate, **progress}, known)
         counts = [stats.histogram.get(i, 0) for i in range(max(stats.histogram, default=0) + 1)]
         run.write({"step": step, "staleness_counts": counts}, kind="array")
 
@@ -299,13 +307,17 @@ def means(records: list[dict[str, Any]]) -> dict[str, float]:
     return metrics | {"staleness": sum(staleness) / len(staleness), "staleness_max": float(max(staleness))}
 
 
-def rates(records: list[dict[str, Any]], updates: int, elapsed_s: float, batch_size: int) -> dict[str, float]:
-    """Returns pushes, examples and seconds per update over an interval, and the pushes of each worker."""
+def rates(
+    records: list[dict[str, Any]], updates: int, elapsed_s: float, batch_size: int, tokens: int = 0
+) -> dict[str, float]:
+    """Returns pushes, examples, tokens (`tokens` per batch; 0: not counted) and seconds per update over an interval,
+    and the pushes of each worker."""
     if elapsed_s <= 0 or updates <= 0:
         return {}
     of_worker = Counter(record["worker"] for record in records)
     return {
         "examples_per_s": len(records) * batch_size / elapsed_s,
+        **({"tokens_per_s": len(records) * tokens / elapsed_s} if tokens else {}),
         "step_time_s": elapsed_s / updates,
         "pushes_per_s": len(records) / elapsed_s,
         **{f"worker_{worker}_pushes_per_s": num / elapsed_s for worker, num in sorted(of_worker.items())},

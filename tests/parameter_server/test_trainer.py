@@ -56,16 +56,22 @@ def test_run_alternates_with_synchronous_training(tmp_path):
 
 
 def test_run_reports_roles_and_staleness(tmp_path):
-    train(tmp_path, sync=TWO, steps=40, eval={"every_steps": 20})
+    slope = lambda params, batch, key: sk.mean(0 * batch["x"] + 3 * params["w"])
+    task = changed(loss_fn=slope, optimizer=lambda rate: optax.sgd(rate), tokens=lambda batch: 2 * batch["x"].size)
+    rate = {"name": "linear_schedule", "init_value": 0.1, "end_value": 0.0, "transition_steps": 40}
+    train(tmp_path, task, sync=TWO, steps=40, eval={"every_steps": 20}, learning_rate=rate)
     roles = events(tmp_path, "roles")[0]
     assert (roles["coordinator"], roles["servers"], roles["workers"]) == (0, 1, 2)
     last = trained(tmp_path)[-1]
     assert last["step"] == 40 and last["pushes_per_s"] > 0 and last["staleness_max"] >= last["staleness"]
     assert {"loss", "examples_per_s", "step_time_s"} <= last.keys()
     assert last["worker_0_pushes"] + last["worker_1_pushes"] == 40 and last["pushes_dropped"] == 0
+    assert last["gradient_norm"] == pytest.approx(3) and last["tokens_per_s"] == 2 * last["examples_per_s"]
+    assert last["learning_rate"] == pytest.approx(0.1 / 40) and last["peak_memory_bytes"] > 2**20
+    assert last["epoch"] == 40 * config_of(tmp_path, steps=40).batch_size / len(X)
     assert sum(lines(tmp_path, "counts.jsonl")[-1]["staleness_counts"]) == 40
     assert [line for line in lines(tmp_path, "metrics.jsonl") if line.get("split") == "eval"][-1]["step"] == 40
-    assert train(tmp_path, sync=TWO, steps=40).already_finished
+    assert train(tmp_path, task, sync=TWO, steps=40, learning_rate=rate).already_finished
 
 
 def test_dead_server_is_restored_from_the_checkpoint(tmp_path, monkeypatch):
