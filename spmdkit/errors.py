@@ -47,6 +47,7 @@ OUTCOMES: Mapping[str, tuple[ExitCode, str]] = {
     "bug": (ExitCode.FAILED, "a bug of spmdkit, with its traceback"),
     "not written": (ExitCode.NOT_WRITTEN, "a checkpoint, the metrics or another file could not be written"),
     "peer lost": (ExitCode.PEER_LOST, "rendezvous or a peer timed out"),
+    "store down": (ExitCode.PEER_LOST, "the object store does not respond"),
     "hang": (ExitCode.HANG, "a watchdog ended a hang"),
     "not finite": (ExitCode.NOT_FINITE, "not finite"),
     "config": (ExitCode.CONFIG, "bad config, task, data or file"),
@@ -164,6 +165,12 @@ class DamagedError(CheckpointError):
 
 class UnreachableError(CheckpointError):
     """The storage of the checkpoints is unreachable or denies access. Its contents are unknown."""
+
+
+class StoreDownError(UnreachableError):
+    """The storage of the checkpoints does not respond. Launchers restart the run: it may respond later."""
+
+    exit_code = ExitCode.PEER_LOST
 
 
 class Preempted(SpmdkitError):

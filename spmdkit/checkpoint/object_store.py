@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from spmdkit.errors import ConfigError, SpmdkitError, UnreachableError
+from spmdkit.errors import ConfigError, SpmdkitError, StoreDownError, UnreachableError
 from spmdkit.foundation import redact
 from spmdkit.foundation.files import NO_ROOM, not_written
 
@@ -28,6 +28,11 @@ SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}
 
 
 WRITTEN = "written"
+DOWN = {"ConnectionError", "HTTPClientError", "ClientConnectionError", "TimeoutError", "Timeout", "RetryError"}
+"""Classes of botocore, aiohttp, requests, google.api_core and Python for a store that does not respond."""
+BUSY_CODES = {408, 429, 500, 502, 503, 504}
+BUSY_ERRNOS = {errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO)}
+"""HTTP codes and s3fs's error numbers of a store that is overloaded or out of service."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,9 +159,24 @@ def _translate_errors(where: Remote, done: str) -> Iterator[None]:
         if of_local_file or (isinstance(error, FileNotFoundError) and done != WRITTEN):
             raise
         text = " ".join(redact.redact_text(str(error)).split())[:300]
+        found = f"{where} could not be {done}: {type(error).__name__}: {text}."
+        if _is_down(error):
+            raise StoreDownError(
+                f"{found} checkpoint.directory is a bucket that responds to all processes. Start the same command "
+                "again when it does; launchers do so. What was committed is intact."
+            ) from None
         raise UnreachableError(
-            f"{where} could not be {done}: {type(error).__name__}: {text}. checkpoint.directory is a bucket that all "
-            f"processes reach with credentials of their client ({SCHEMES[where.scheme]}). Check the name, the network "
-            "and the credentials (`gcloud auth application-default login`, or AWS_PROFILE, AWS_ENDPOINT_URL), and "
-            "start the same command again: what was committed is intact."
+            f"{found} checkpoint.directory is a bucket that all processes reach with credentials of their client "
+            f"({SCHEMES[where.scheme]}). Check the name and the credentials (`gcloud auth application-default login`, "
+            "or AWS_PROFILE, AWS_ENDPOINT_URL), and start the same command again: what was committed is intact."
         ) from None
+
+
+def _is_down(error: Exception) -> bool:
+    """Returns whether a store does not respond or is overloaded. Otherwise a name or a credential is wrong."""
+    is_busy = isinstance(error, OSError) and error.errno in BUSY_ERRNOS
+    return (
+        is_busy
+        or getattr(error, "code", None) in BUSY_CODES | set(map(str, BUSY_CODES))
+        or not DOWN.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+    )

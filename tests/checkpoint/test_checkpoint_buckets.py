@@ -1,6 +1,7 @@
 """Checkpoints in a bucket, here one in memory: committed by the last object, cut off at every operation, leased to one
 run."""
 
+import errno
 import json
 
 import jax
@@ -25,7 +26,7 @@ from spmdkit.checkpoint import (
     verify,
 )
 from spmdkit.config.retention import Best, Retention
-from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, UnreachableError
+from spmdkit.errors import FINAL, CheckpointError, CheckpointWriteError, ConfigError, UnreachableError
 from tests.support.buckets import CutOff, InMemory
 from tests.support.core_runs import program_of
 
@@ -250,6 +251,38 @@ def test_unreachable_storage_error_is_no_damage_or_secret(client, tmp_path, monk
             ask()
         assert told.value.exit_code == 79 and "AWS_PROFILE" in str(told.value)
     checkpoints.close()
+
+
+class Refused(Exception):
+    """A response of gcsfs."""
+
+    def __init__(self, code):
+        super().__init__(f"{code}")
+        self.code = code
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConnectionRefusedError(), 75),
+        (TimeoutError(), 75),
+        (OSError(errno.EBUSY, "Slow down"), 75),
+        (Refused(503), 75),
+        (Refused(403), 79),
+        (PermissionError("Access Denied"), 79),
+        (FileExistsError("of another account"), 79),
+    ],
+    ids=repr,
+)
+def test_store_that_does_not_respond_is_restarted(client, monkeypatch, error, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(client, "find", fail)
+    with pytest.raises(UnreachableError, match=f"^{URL} could not be listed") as raised:
+        location.sizes(location.resolve(URL))
+    assert raised.value.exit_code == code
+    assert ("again when it does" in str(raised.value)) == (code not in FINAL)
 
 
 def test_missing_client_package_names_the_extra(monkeypatch, tmp_path):
