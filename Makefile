@@ -151,9 +151,9 @@ soak: $(EXTRAS)/.test
 
 # Every kind of fault in every phase with 1, 2 and 4 processes, 310 runs (docs/measured/chaos.md). Takes hours; an interrupted
 # command continues with the next cell. Network faults need root and /dev/net/tun. `make chaos CELLS="kill@*/2"`.
-chaos: $(VENV)/.test
-	$(BOUND) 36000 $(BIN)/python -m spmdkit drill benchmarks/chaos/run.yaml --matrix $(CELLS:%=--cells '%'); test $$? -le 1
-	$(BIN)/python benchmarks/chaos/page.py build/chaos_drill/matrix/matrix.json
+chaos: $(EXTRAS)/.test
+	$(BOUND) 36000 $(EXTRAS)/bin/python -m spmdkit drill benchmarks/chaos/run.yaml --matrix $(CELLS:%=--cells '%'); test $$? -le 1
+	$(EXTRAS)/bin/python benchmarks/chaos/page.py build/chaos_drill/matrix/matrix.json
 
 # Short forms of the benchmarks (benchmarks/README.md), with dated results in benchmarks/results/ and in the tables of
 # docs/measured/benchmarks.md. `make bench-scale` needs the TPU compiler.

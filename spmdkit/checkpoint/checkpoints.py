@@ -89,6 +89,7 @@ class Checkpoints:
         self._draft: records.Record | None = None
         self._structure: state_dict.StateStructure | None = None
         self._committed: list[int] = []  # by this process, in order
+        self._restored: int | None = None
         self._num_reported = 0  # of `_committed`, reported by `new_commits` or `wait`
         self._is_abandoned = False
         self._barrier = SaveBarrier(cluster, num_processes, is_main, timeout_s)
@@ -113,10 +114,11 @@ class Checkpoints:
         return self.directory if self._staging is None else self._staging.written
 
     def last_committed(self) -> int | None:
-        """Returns the newest committed step. For a bucket: the newest of this process, without network access."""
+        """Returns the newest committed step. For a bucket: the newest that this process has saved or restored, without
+        network access."""
         if not isinstance(self.directory, Remote):
             return self.latest()
-        return self._committed[-1] if self._committed else None
+        return self._committed[-1] if self._committed else self._restored
 
     def latest(self) -> int | None:
         """Returns the newest committed step on disk, for process 0."""
@@ -376,7 +378,9 @@ class Checkpoints:
         """
         self._join()
         with self._readable(step) as directory:
-            return checkpoint_restore.restore(self._orbax(), directory, step, abstract_state, optional)
+            restored = checkpoint_restore.restore(self._orbax(), directory, step, abstract_state, optional)
+        self._restored = step
+        return restored
 
     def _readable(self, step: int) -> contextlib.AbstractContextManager[Location]:
         if self._staging is not None and step in self.steps():  # otherwise the error is raised when the record is read

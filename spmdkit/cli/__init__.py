@@ -363,10 +363,10 @@ def drill(
         typer.Option(
             metavar="KIND:PROCESS@WHEN",
             help=(
-                "kill stop term hang slow nan bit-flip truncate corrupt disk-full service clock memory, and as root on "
-                "Linux partition partition-send partition-peer delay loss rate (of the network), of a process or "
-                "random, at a step (120), in a phase (import restore data step hook evaluation save end), after "
-                "seconds (30s) or random."
+                "kill stop term hang slow nan bit-flip truncate corrupt disk-full service object-store clock memory, "
+                "and as root on Linux partition partition-send partition-peer delay loss rate (of the network), of a "
+                "process or random, at a step (120), in a phase (import restore data step hook evaluation save end), "
+                "after seconds (30s) or random."
             ),
         ),
     ] = None,

@@ -150,7 +150,7 @@ def _run(job: Job, signals: deque[int], restarts: Restarts) -> int:
         if wait_s is None or resized is None:
             return ended.code
         job = resized
-        saved = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is of step {newest}"
+        saved = "no checkpoint is known" if newest is None else f"the newest checkpoint is of step {newest}"
         print_line(
             f"starting all processes again in {wait_s:g} s: {saved}; {restarts.num_remaining} of {limit} restarts are "
             "left"

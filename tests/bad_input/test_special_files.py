@@ -1,10 +1,10 @@
 """FIFOs, devices, links and huge files in a run's directory: no command waits for them or reads them whole."""
 
 import os
-import signal
 
 import pytest
 
+from tests.support.blocked import fails_if_blocked
 from tests.support.messages import Parts
 
 REFUSED = ("metrics.jsonl", "events.jsonl", "counts.jsonl", "run.lock", "skipped_batches.json")
@@ -14,13 +14,10 @@ REPLACED = ("attempt.json", "last_step", "config.yaml", "environment.json", "pla
 
 @pytest.fixture
 def hurried(folder):
-    """A command that blocks is interrupted after a minute."""
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("a read or write blocks"))
-    signal.alarm(60)
+    """A command that blocks is interrupted."""
     folder.write()
-    yield folder
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with fails_if_blocked():
+        yield folder
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in REFUSED), REPLACED], ids=lambda names: names[0])

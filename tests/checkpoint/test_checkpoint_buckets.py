@@ -59,6 +59,7 @@ def save(checkpoints, *steps):
 def check_restores(checkpoints, step):
     state, record = checkpoints.restore(step, ABSTRACT)
     assert record == {"step": step} and state["step"] == step
+    assert checkpoints.last_committed() is not None
     assert np.array_equal(state["params"]["w"], state_of(step)["params"]["w"])
 
 

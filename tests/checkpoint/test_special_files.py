@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 
 import pytest
 
@@ -11,6 +10,7 @@ from spmdkit.checkpoint import Checkpoints, inspect, ls, quarantine, verify
 from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint.weights import open_checkpoint
 from spmdkit.errors import CheckpointError
+from tests.support.blocked import fails_if_blocked
 from tests.support.checkpoint_states import mesh_of, place, train_state
 
 
@@ -25,13 +25,10 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def step(original, tmp_path):
-    """The folder of a step. A read that blocks is interrupted after a minute."""
+    """The folder of a step. A read that blocks is interrupted."""
     shutil.copytree(original, tmp_path / "checkpoints")
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("a read blocks"))
-    signal.alarm(60)
-    yield tmp_path / "checkpoints/20"
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with fails_if_blocked():
+        yield tmp_path / "checkpoints/20"
 
 
 def fifo(path):

@@ -8,7 +8,7 @@ import pytest
 
 from spmdkit import cli
 from spmdkit.cluster.detection import ClusterSpec
-from spmdkit.cluster.rendezvous import is_loopback, rendezvous, report_failure
+from spmdkit.cluster.rendezvous import MAX_REASON, is_loopback, rendezvous, report_failure
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.foundation.constants import ERROR_FILE
 from tests.support.threads import in_threads
@@ -76,7 +76,7 @@ def test_rank_used_twice_is_a_config_error(service_after):
 @pytest.mark.parametrize("failed", [0, 1, 2])
 def test_failure_before_joining_is_named_to_all(failed, service_after):
     address = free_address()
-    why = "x.yaml: steps is 0. \nmore, password=hunter2" if failed else "password=hunter2" + "ä" * 5000
+    why = "x.yaml: steps is 0. \nmore, password=hunter2" if failed else "password=hunter2 " + "ä" * 5000
     specs = {p: ClusterSpec(address, 3, p, None, 30.0) for p in range(3)}
     joins = lambda spec: report_failure(spec, why) if spec.process_id == failed else rendezvous(spec)
     found = in_threads(joins, specs)
@@ -84,6 +84,7 @@ def test_failure_before_joining_is_named_to_all(failed, service_after):
     assert found[failed] is None and all(isinstance(error, RendezvousError) for error in errors)
     shown = "x.yaml: steps is 0. " if failed else "password=***"
     assert all(f"process {failed} failed before it joined: {shown}" in str(error) for error in errors)
+    assert all(str(error).count("ä") < MAX_REASON for error in errors)
     assert all("more" not in str(error) and "hunter2" not in str(error) for error in errors)
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -117,11 +118,15 @@ def test_sigquit_prints_stacks_and_ends_nothing(start, tmp_path):
     launched = start(ME + COUNTS)
     launched.read_until("ready", count=2)
     launched.popen.send_signal(signal.SIGQUIT)
+    limit = threading.Timer(30, launched.popen.kill)  # a launcher that pauses prints nothing
+    limit.daemon = True
+    limit.start()
     line = ""
     while not line.startswith("[0]   File"):
         line = launched.popen.stderr.readline()
         assert line
         assert not line.startswith("process 1") or "process 1 prints no stacks: it has no handler of SIGQUIT" in line
+    limit.cancel()
     (tmp_path / "done").touch()
     result = launched.wait(timeout_s=20)
     assert result.code == 0, result.err

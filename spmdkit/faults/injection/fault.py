@@ -20,7 +20,7 @@ from spmdkit.foundation.formatting import nearest
 
 NETWORK = ("partition", "delay", "loss", "partition-send", "partition-peer", "rate")
 OF_PROCESS = ("kill", "stop", "term", "hang", "slow", "nan", "bit-flip", "truncate", "corrupt", "disk-full")
-KINDS = (*OF_PROCESS, *NETWORK, "service", "clock", "memory")
+KINDS = (*OF_PROCESS, *NETWORK, "service", "object-store", "clock", "memory")
 PARTITIONS = ("partition", "partition-send", "partition-peer")
 ENDS_ATTEMPT = ("kill", "stop", "term", "hang", "truncate", "corrupt", "service", *PARTITIONS)
 TEMPORARY = ("slow", "delay", "loss", "rate", "clock", "memory")
@@ -35,13 +35,15 @@ DETECTION_EVENTS = {
     "nan": ("skipped", "nonfinite", "rolled_back"),
     "bit-flip": ("replicas_differ",),
     "disk-full": ("save_failed", "fault"),
+    "object-store": ("save_failed", "fault"),
     "truncate": ("checkpoint_quarantined",),
     "corrupt": ("checkpoint_quarantined",),
 }
 """Kind -> events that show that the run has detected a fault of this kind; of all other kinds `fault`."""
-DETECTION_CODES = {"nan": (77,), "disk-full": (74,), **dict.fromkeys(("bit-flip", "truncate", "corrupt"), ())}
+DETECTION_CODES: dict[str, tuple[int, ...]] = dict.fromkeys(("bit-flip", "truncate", "corrupt"), ())
+DETECTION_CODES |= {"nan": (77,), "disk-full": (74,), "object-store": (74, 75, 76)}
 """Kind -> exit codes of a process that detect a fault of this kind; of all other kinds every exit code."""
-INJECTED_BY_DRILL = ("disk-full", "service", "clock", "memory", *NETWORK)
+INJECTED_BY_DRILL = ("disk-full", "service", "object-store", "clock", "memory", *NETWORK)
 """Faults that a process cannot inject into itself."""
 
 REQUEST_BYTES, RESULT_OFFSET = 512, 1024

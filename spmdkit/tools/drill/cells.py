@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from spmdkit.config import Config
 from spmdkit.faults.injection.fault import CHECKPOINT_FAULTS, IN_A_STEP, NETWORK, Fault
-from spmdkit.tools.drill import clock, network
+from spmdkit.tools.drill import clock, network, object_store
 
 PROCESSES = (1, 2, 4)
 START, RESTORE, FIRST, STEADY, SAVE, EVALUATION, END = PHASES = (
@@ -87,7 +87,7 @@ def not_applicable(cell: Cell, config: Config) -> str:
         "hang-hook": "" if config.hooks else "the config has no hooks",
         "bit-flip": "" if config.replica_check is not None else "replica_check is null",
         "clock": clock.missing_compiler(),
-        "object-store": "checkpoints of a drill are on this machine",
+        "object-store": object_store.missing_packages(),
         **dict.fromkeys(NETWORK, network.missing_support()),
     }
     if phase == EVALUATION and config.eval.every_steps is None:

@@ -25,6 +25,7 @@ from spmdkit.tools.drill import compare, figures
 from spmdkit.tools.drill.driver import Driver
 from spmdkit.tools.drill.job import SPARE_RESTARTS, DrillRequest, report, run_job
 from spmdkit.tools.drill.network import Network, network_for
+from spmdkit.tools.drill.object_store import ObjectStore, object_store_for
 from spmdkit.tools.drill.timeline import Bars
 
 
@@ -40,11 +41,14 @@ def run_drill(request: DrillRequest) -> int:
     if config.checkpoint is not None and (bucket := config.checkpoint.directory) is not None:
         report(f"note: the drill saves its checkpoints on this machine and does not touch {bucket}")
         request = dataclasses.replace(request, overrides=[*request.overrides, "checkpoint.directory=null"])
-    with network_for(faults, request.num_processes) as network:
-        return _run_both(request, config, faults, network)
+    kinds = [fault.kind for fault in faults]
+    with network_for(faults, request.num_processes) as network, object_store_for(kinds) as store:
+        return _run_both(request, config, faults, network, store)
 
 
-def _run_both(request: DrillRequest, config: Config, faults: Sequence[Fault], network: Network | None) -> int:
+def _run_both(
+    request: DrillRequest, config: Config, faults: Sequence[Fault], network: Network | None, store: ObjectStore | None
+) -> int:
     """Runs the job without and with the faults, and prints the result."""
     folder = _new_folder(config)
     report(f"without faults, in {folder / 'undisturbed'}")
@@ -55,10 +59,20 @@ def _run_both(request: DrillRequest, config: Config, faults: Sequence[Fault], ne
         return code
     pace = figures.pace_of(clean.attempts, config.num_steps, clean.num_saves)
     report(f"with {', '.join(map(str, faults))}{f' (each {request.count} times)' if request.count > 1 else ''}")
+    run_dir, checkpoints, settings = folder / "disturbed", None, list(request.overrides)
+    if store is not None:
+        checkpoints = store.folder(run_dir.name)
+        settings.append(f"checkpoint.directory={checkpoints}")
     disturbed = Driver(
-        folder / "disturbed", request.num_processes, faults, request.seed, pace, config.num_steps, network=network
+        *(run_dir, request.num_processes, faults, request.seed, pace, config.num_steps),
+        network=network,
+        checkpoints=checkpoints,
+        store=store,
     )
-    code = run_job(request, config, folder / "disturbed", disturbed, disturbed.num_requested + SPARE_RESTARTS)
+    in_store = dataclasses.replace(request, overrides=settings)
+    code = run_job(in_store, config, run_dir, disturbed, disturbed.num_requested + SPARE_RESTARTS)
+    if store is not None:
+        store.download_newest(run_dir.name, run_dir)
     if disturbed.stop_signal is not None:
         return code
     result = _result(request, config, folder, clean, disturbed, code)
@@ -104,6 +118,11 @@ def _checked(request: DrillRequest, config: Config) -> list[Fault]:
             raise ConfigError(
                 f"--fault {fault} and {config.where('elastic.in_process')}: {what}, and this job continues in the "
                 "remaining processes. Add elastic.in_process=false to the drill."
+            )
+        if fault.kind in NETWORK and any(each.kind == "object-store" for each in faults):
+            raise ConfigError(
+                f"--fault {fault} and --fault object-store: the local object store cannot be reached from the network "
+                "namespaces of network faults. Run two drills."
             )
         if fault.kind == "bit-flip" and config.replica_check is None:
             report("note: replica_check is null in the config, so nothing detects a flipped bit")

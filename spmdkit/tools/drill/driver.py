@@ -42,6 +42,7 @@ from spmdkit.launch.supervisor import Child, ReportFile
 from spmdkit.tools.drill import corrupt, timing
 from spmdkit.tools.drill.clock import Clocks
 from spmdkit.tools.drill.network import LAUNCHER, Network, host_address
+from spmdkit.tools.drill.object_store import ObjectStore
 from spmdkit.tools.drill.timeline import Bars, Events, InjectionResult, Start, bar_of
 from spmdkit.tools.drill.timing import Moment, Pace
 
@@ -61,11 +62,12 @@ class Driver:
         clock: Callable[[], float] = time.monotonic,
         network: Network | None = None,
         checkpoints: Location | None = None,
+        store: ObjectStore | None = None,
     ):
         self._checkpoints = run_dir / "checkpoints" if checkpoints is None else checkpoints
         self._run_dir, self._num_processes, self._pace, self._steps = run_dir, num_processes, pace, steps
         self._clock = clock
-        self._rng, self._network = random.Random(seed), network
+        self._rng, self._network, self._store = random.Random(seed), network, store
         self._queue = [(fault, turn) for fault in _in_order(faults) for turn in range(1, fault.count + 1)]
         self.num_requested = len(self._queue)
         self.injections: list[InjectionResult] = []
@@ -150,8 +152,7 @@ class Driver:
         self._read_result(children)
         self._read_events()
         attempt.end = now
-        if self._network is not None:
-            self._network.restore()
+        self._restore_outside()
         self._note_end(children, now)
         for injection in self.injections:
             survived = injection.in_process and (injection.recovered is not None or injection.overtaken)
@@ -265,8 +266,15 @@ class Driver:
                 injection.failed = "a job of one process has no coordination service"
             else:
                 send(self._service, signal.SIGKILL)
+        elif kind == "object-store":
+            injection.failed = "there is no object store" if self._store is None else self._store.take_down()
         elif self._network is not None:
             injection.failed = self._network.inject(injection.fault.kind, injection.process)
+
+    def _restore_outside(self) -> None:
+        for each in (self._network, self._store):
+            if each is not None:
+                each.restore()
 
     def _record(self, injection: InjectionResult, when: float, phase: str, failed: str = "") -> None:
         for before in self._unrecovered():
@@ -339,8 +347,7 @@ class Driver:
                 _set_file_limit(children, None)
             if pending.fault.kind == "memory":
                 _set_limit(children, resource.RLIMIT_AS, None)
-            if self._network is not None:
-                self._network.restore()
+            self._restore_outside()
             self._pending = None
 
     def _read_events(self) -> None:

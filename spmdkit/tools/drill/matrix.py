@@ -40,6 +40,7 @@ from spmdkit.tools.drill.corrupt import newest
 from spmdkit.tools.drill.driver import Driver
 from spmdkit.tools.drill.job import SPARE_RESTARTS, DrillRequest, report, run_job
 from spmdkit.tools.drill.network import network_for
+from spmdkit.tools.drill.object_store import ObjectStore, object_store_for
 from spmdkit.tools.drill.timeline import InjectionResult
 
 TIMEOUTS = {
@@ -53,6 +54,8 @@ TIMEOUTS = {
     "evaluation_timeout_s": 8,
 }
 """Settings of `watchdog` in all runs of the matrix; `key=value` arguments override them."""
+STORE_SAVE_S = 40
+"""The client repeats a failed request for 8 s (s3fs), and the save timeout must be longer."""
 NAMED_SHARE = 0.98
 MIN_STEPS = 24
 """A run is killed halfway, after two saves; a fault may need eight more steps."""
@@ -84,8 +87,9 @@ def run_matrix(request: DrillRequest, patterns: Sequence[str]) -> int:
     matrix = Matrix(request, config, all_cells(patterns))
     if not matrix.cells:
         raise ConfigError(f"--cells {' '.join(patterns)}: no cell matches. A name is like kill@steady-state/2.")
-    if not matrix.run():
-        return int(ExitCode.INTERRUPTED)
+    with object_store_for({cell.kind for cell in matrix.left()}) as matrix.store:
+        if not matrix.run():
+            return int(ExitCode.INTERRUPTED)
     result = matrix.result()
     write_json(matrix.folder / "matrix.json", result)
     write_text(matrix.folder / "matrix.html", matrix_page(result))
@@ -97,7 +101,9 @@ def run_matrix(request: DrillRequest, patterns: Sequence[str]) -> int:
 
 
 class Matrix:
-    """The cells of one config and their folder, `<run_dir>_drill/matrix`."""
+    """The cells of one config and their folder, `<run_dir>_drill/matrix`. `store`: for cells of `object-store`."""
+
+    store: ObjectStore | None = None
 
     def __init__(self, request: DrillRequest, config: Config, cells: Sequence[Cell]):
         self._request, self._config, self.cells = request, config, cells
@@ -113,8 +119,7 @@ class Matrix:
 
     def run(self) -> bool:
         """Runs the missing cells; returns False if a signal stopped it."""
-        done = {row["cell"] for row in self._rows()}
-        left = [cell for cell in self.cells if str(cell) not in done and not not_applicable(cell, self._config)]
+        left = self.left()
         for number, cell in enumerate(left, 1):
             if not self._prepare(cell.num_processes):
                 return False
@@ -126,6 +131,11 @@ class Matrix:
             why = "; ".join(row["missed"]) or "ok"
             report(f"{number} of {len(left)}: {cell} ({row['seconds']:.0f} s): {why}")
         return True
+
+    def left(self) -> list[Cell]:
+        """Returns the missing cells."""
+        done = {row["cell"] for row in self._rows()}
+        return [cell for cell in self.cells if str(cell) not in done and not not_applicable(cell, self._config)]
 
     def _rows(self) -> list[dict[str, Any]]:
         names = set(map(str, self.cells))
@@ -153,8 +163,9 @@ class Matrix:
             (folder / "done").touch()
         return True
 
-    def _run_job(self, folder: Path, driver: Driver, num: int, max_restarts: int) -> int:
-        request = dataclasses.replace(self._request, num_processes=num)
+    def _run_job(self, folder: Path, driver: Driver, num: int, max_restarts: int, *more: str) -> int:
+        overrides = [*self._request.overrides, *more]
+        request = dataclasses.replace(self._request, num_processes=num, overrides=overrides)
         return run_job(request, self._config, folder, driver, max_restarts)
 
     def _run_cell(self, cell: Cell) -> dict[str, Any] | None:
@@ -163,11 +174,20 @@ class Matrix:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self._of(num, "interrupted") / "run", folder)
         fault, begin = cell.fault(newest(folder / "checkpoints")), time.monotonic()
+        store, settings, checkpoints = self.store if cell.kind == "object-store" else None, [], None
+        if store is not None:
+            store.upload(folder / "checkpoints", folder.name)
+            checkpoints = store.folder(folder.name)
+            settings = [f"checkpoint.directory={checkpoints}", f"watchdog.save_timeout_s={STORE_SAVE_S}"]
         with network_for([fault], num) as network, _time_limit(MATRIX_CELL_S) as expired:
-            driver = Driver(folder, num, [fault], self._request.seed, network=network)
-            code = self._run_job(folder, driver, num, SPARE_RESTARTS)
+            driver = Driver(
+                *(folder, num, [fault], self._request.seed), network=network, checkpoints=checkpoints, store=store
+            )
+            code = self._run_job(folder, driver, num, SPARE_RESTARTS, *settings)
         if driver.stop_signal is not None and not expired.is_set():
             return None
+        if store is not None:
+            store.download_newest(folder.name, folder)
         row = self._row(cell, driver, code, folder, expired.is_set())
         row["seconds"] = round(time.monotonic() - begin, 1)
         if not row["missed"]:
@@ -277,6 +297,8 @@ def named_correctly(injection: InjectionResult | None) -> bool | None:
         return None
     if injection.fault.kind == "service":
         return "coordination service" in injection.message
+    if injection.fault.kind == "object-store":
+        return "s3://" in injection.message
     if injection.fault.kind not in BLAMES:
         return None
     at_fault = {injection.process}

@@ -104,3 +104,11 @@ def test_elastic_job_is_measured_kill_by_kill(drills):
         assert 0 <= fault["detection_s"] < fault["recovery_s"]
         assert fault["step"] - 5 <= fault["restored"] and fault["steps_lost"] == fault["step"] - fault["restored"]
     assert result["steps_repeated"] <= 10 and 0 < result["goodput"] < 1
+
+
+@pytest.mark.storage
+def test_store_that_is_down_is_survived(drills):
+    code, output = drills.run("-n", "1", "--fault", "object-store:0@11")
+    assert code == 0, output
+    (fault,) = drills.result()["faults"]
+    assert "save_failed" in fault["detected_by"] and drills.result()["same_parameters"]

@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import subprocess
+import time
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from spmdkit.foundation.constants import DRILL_FILE
 from spmdkit.foundation.phase import Phase
 from spmdkit.launch.local import _newest
 from spmdkit.launch.logs import Logs
+from spmdkit.metrics.events import utc_time
 from spmdkit.tools.drill import command, compare, corrupt, driver, job, timing
 from spmdkit.tools.drill.driver import Driver
 from spmdkit.tools.drill.network import Network
@@ -136,6 +138,22 @@ def test_memory_limit_is_the_current_size(child, tmp_path, monkeypatch):
     drill.close()
 
 
+def test_store_is_down_until_that_is_detected(child, tmp_path, monkeypatch):
+    monkeypatch.setattr(driver, "step_of", lambda raw: 3)
+    calls = []
+    store = SimpleNamespace(take_down=lambda: calls.append("down") or "", restore=lambda: calls.append("up"))
+    drill = Driver(tmp_path, 1, [Fault("object-store", 0, 3)], store=store)
+    drill.process_env(0)
+    for _ in range(3):
+        drill.on_poll([child])
+    assert calls == ["down"]
+    event = {"event": "save_failed", "time": utc_time(time.time()), "process": 0, "step": 4}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    drill.on_poll([child])
+    assert calls == ["down", "up"] and drill.injections[0].detected_by == "the event 'save_failed'"
+    drill.close()
+
+
 def test_drill_kills_the_coordination_service(child, tmp_path, monkeypatch):
     killed = []
     monkeypatch.setattr(driver, "step_of", lambda raw: 3)
@@ -159,6 +177,12 @@ def test_faults_impossible_in_process_are_refused(text, part, tmp_path):
         command.run_drill(request)
     assert f"--fault {text}" in str(error.value) and part in str(error.value)
     assert "elastic.in_process=false" in str(error.value)
+
+
+def test_store_and_network_faults_need_two_drills(tmp_path):
+    (tmp_path / "run.yaml").write_text("task: t.py:task\nsteps: 20\nbatch_size: 4\n")
+    with pytest.raises(ConfigError, match=r"--fault delay:1@9 and --fault object-store.* Run two drills"):
+        command.run_drill(job.DrillRequest(tmp_path / "run.yaml", [], ["object-store:0@3", "delay:1@9"]))
 
 
 def test_the_help_names_every_kind_of_fault(capsys, monkeypatch):

@@ -31,12 +31,13 @@ def everywhere(monkeypatch):
     """A machine on which every fault can be injected."""
     monkeypatch.setattr(cells.clock, "missing_compiler", lambda: "")
     monkeypatch.setattr(cells.network, "missing_support", lambda: "")
+    monkeypatch.setattr(cells.object_store, "missing_packages", lambda: "")
 
 
 def test_more_than_300_cells_exist(config, everywhere):
     possible = [cell for cell in cells.all_cells() if not cells.not_applicable(cell, config)]
     assert len(cells.all_cells()) == len(cells.KINDS) * 7 * 3 and len(possible) >= 300
-    assert {cell.kind for cell in possible} == {*cells.KINDS} - {"object-store"}
+    assert {cell.kind for cell in possible} == {*cells.KINDS}
     assert {cell.process for cell in possible if cell.num_processes == 4} == {0, 3}
     assert len({str(cell) for cell in possible}) == len(possible)
 
@@ -49,7 +50,7 @@ def test_more_than_300_cells_exist(config, everywhere):
         (("partition", "save", 1), "no peer"),
         (("nan", "save", 2), "changes a step"),
         (("hang-save", "restore", 2), "another activity"),
-        (("object-store", "save", 2), "on this machine"),
+        (("object-store", "save", 2), ""),
         (("kill", "evaluation", 2), ""),
         (("hang-hook", "first-step", 2), ""),
     ],
@@ -63,6 +64,13 @@ def test_cells_follow_the_config(everywhere):
     plain = load_config(CHAOS / "run.yaml", ["hooks=[]", "eval.every_steps=null", "replica_check=null"])
     reasons = [cells.not_applicable(Cell(*name), plain) for name in IMPOSSIBLE]
     assert reasons == ["the config has no hooks", "eval.every_steps is null", "replica_check is null"]
+
+
+def test_store_needs_its_packages(config, monkeypatch):
+    monkeypatch.setattr(cells.object_store, "PACKAGES", ("a_package_that_is_not_there",))
+    assert "a_package_that_is_not_there" in cells.not_applicable(Cell("object-store", "save", 1), config)
+    with pytest.raises(ConfigError, match="--fault object-store: a local object store needs"):
+        cells.object_store.object_store_for(["object-store"]).__enter__()
 
 
 IMPOSSIBLE = (("hang-hook", "first-step", 1), ("kill", "evaluation", 1), ("bit-flip", "first-step", 1))
@@ -128,6 +136,9 @@ def test_cell_without_its_fault_misses_the_goals():
         ("partition-peer", {"named": (2,), "exit_code": 76}, True),
         ("service", {"message": "the coordination service has ended", "exit_code": 75}, True),
         ("service", {"message": "process 1 is silent", "exit_code": 75}, False),
+        ("object-store", {"message": "s3://drill/a could not be read", "exit_code": 75}, True),
+        ("object-store", {"message": "process 0 is silent", "exit_code": 75}, False),
+        ("object-store", {}, None),
         ("term", {"named": (0,), "exit_code": 42}, None),
         ("stop", {}, None),
     ],
