@@ -37,7 +37,7 @@ quick: $(VENV)/.test lint types
 extras: packages jobs site
 
 packages: $(EXTRAS)/.test
-	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m '(tpu or gpu or storage or ray or streams or trackers or transformers) and not slow' --numprocesses 2 --dist loadfile
+	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m '(tpu or gpu or storage or ray or streams or trackers or optuna or transformers) and not slow' --numprocesses 2 --dist loadfile
 
 # The site in build/docs/index.html, without a network, and the test of each
 # of its commands, snippets and notebooks.
