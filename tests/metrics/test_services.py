@@ -111,8 +111,8 @@ def test_a_run_continues_in_its_service(name, is_real, tmp_path, monkeypatch, ca
     evaluations = [step for key, step, _ in sorted(read(name, is_real, folder)) if key == "eval/loss"]
     assert evaluations == [4, 8, 9]
     names = " ".join(sorted(shown(name, is_real, folder)))
-    assert "note" in names and "picture" in names and ("weights" in names) == (name == "wandb")
-    if name == "mlflow" or not is_real:
+    assert "note" in names and "picture" in names and ("weights" in names) == (name != "mlflow")
+    if name != "wandb" or not is_real:
         assert "best_checkpoint" in names or "artifact model" in names
         assert ("param optimizer" in names or "param batch_size" in names) or "config batch_size" in names
     else:
@@ -123,7 +123,7 @@ def test_a_run_continues_in_its_service(name, is_real, tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("name", [*SERVICES, "tensorboard"])
 def test_a_missing_package_is_named_with_its_extra(name, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX" if name == "tensorboard" else name, None)
+    monkeypatch.setitem(sys.modules, {"tensorboard": "tensorboardX", "comet": "comet_ml"}.get(name, name), None)
     (tracker,) = [t for t in trackers.chosen([name], tmp_path) if t.name == name]
     run = types.SimpleNamespace(directory=tmp_path)
     with pytest.raises(ConfigError, match=rf"pip install 'spmdkit\[{name}\]'"):
@@ -152,7 +152,7 @@ def test_kinds_that_no_tracker_shows_are_reported_once():
     for step in (1, 2):
         pipe.write({"step": step, "picture": np.ones((2, 2))}, "image")
     assert warnings == [
-        "no tracker shows records of the kind image: picture. tensorboard, wandb and mlflow show more kinds."
+        "no tracker shows records of the kind image: picture. tensorboard, wandb, mlflow and comet show more kinds."
     ]
 
 
@@ -193,3 +193,47 @@ def test_tensorboard_shows_every_kind(tmp_path):
     assert {"train/text/text_summary", "config/text_summary"} <= set(tags["tensors"])
     assert b"steps" in events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert events.Histograms("train/histogram")[0].histogram_value.num == 9
+
+
+def sounds(name, folder):
+    """Returns the names of the sounds that a reader sees."""
+    if name != "tensorboard":
+        return {row for row in shown(name, True, folder) if "sound" in row}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [(sound.sample_rate, sound.step) for sound in events.Audio("train/sound")] == [(8000, 3)]
+    return set(events.Tags()["audio"])
+
+
+@pytest.mark.trackers
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "comet"])
+def test_audio_is_shown(name, tmp_path, monkeypatch):
+    pytest.importorskip("soundfile")
+    pytest.importorskip("tensorboard")
+    if name in SERVICES:
+        installed(name, True, monkeypatch)
+    run = types.SimpleNamespace(directory=tmp_path, best_checkpoint=lambda: None)
+    tracker = importlib.import_module(f"spmdkit.metrics.trackers.{name}").open(run, 0, **SERVICES.get(name, {}))
+    assert "audio" in tracker.accepts
+    tracker.write("audio", {"step": 3, "sound": np.sin(np.arange(800) / 10), "rate": 8000})
+    tracker.close()
+    (found,) = sounds(name, tmp_path)
+    assert "train/sound" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"), [("wandb", {"image", "audio"}), ("comet", {"image"}), ("mlflow", {"image"})]
+)
+def test_kinds_without_their_package_are_not_accepted(name, lacks, tmp_path, monkeypatch):
+    installed(name, False, monkeypatch)
+    kinds = importlib.import_module(f"spmdkit.metrics.trackers.{name}").KINDS
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    assert opened(name, tmp_path).accepts == kinds - lacks
+
+
+def test_comet_needs_a_key(tmp_path, monkeypatch):
+    installed("comet", False, monkeypatch)
+    run = types.SimpleNamespace(directory=tmp_path)
+    with pytest.raises(ConfigError, match="Set COMET_API_KEY, or mode: offline"):
+        importlib.import_module("spmdkit.metrics.trackers.comet").open(run, 0)

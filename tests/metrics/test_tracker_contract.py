@@ -157,7 +157,7 @@ def test_accepted_records_arrive_in_order():
     pipe.close()
     assert injected.seen == [("scalars", 1), ("scalars", 2), ("text", 3), ("back", 2)]
     assert injected.closed and said == [
-        "tracker mine does not show records of the kind image: x. tensorboard, wandb and mlflow show more kinds."
+        "tracker mine does not show records of the kind image: x. tensorboard, wandb, mlflow and comet show more kinds."
     ]
 
 

@@ -5,11 +5,12 @@ import struct
 import sys
 import time
 import types
+import zipfile
 from pathlib import Path
 
 import pytest
 
-SERVICES = {"wandb": {"mode": "offline"}, "mlflow": {}}
+SERVICES = {"wandb": {"mode": "offline"}, "mlflow": {}, "comet": {"mode": "offline"}}
 """Name -> the options with which it needs no network."""
 
 
@@ -18,25 +19,28 @@ def installed(name, is_real, monkeypatch):
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     if is_real:
-        pytest.importorskip({"wandb": "wandb", "mlflow": "mlflow.tracking"}[name])
-        pytest.importorskip({"wandb": "wandb", "mlflow": "sqlalchemy"}[name])
+        for package in {"wandb": ["wandb"], "mlflow": ["mlflow.tracking", "sqlalchemy"], "comet": ["comet_ml"]}[name]:
+            pytest.importorskip(package)
         return
-    for module, attributes in {"wandb": WANDB, "mlflow": MLFLOW}[name].items():
+    for module, attributes in {"wandb": WANDB, "mlflow": MLFLOW, "comet": COMET}[name].items():
         substitute = types.ModuleType(module)
         vars(substitute).update(attributes)
         monkeypatch.setitem(sys.modules, module, substitute)
 
 
+def rows(name, is_real, folder):
+    """Returns (name, step, value) of a run's directory, as a reader of the service sees them."""
+    return ({"wandb": _wandb, "mlflow": _mlflow, "comet": _comet}[name] if is_real else _substitute)(folder)
+
+
 def read(name, is_real, folder):
-    """Returns (name, step, value) of the scalars of a run's directory, as a reader of the service sees them."""
-    rows = {("wandb", True): _wandb, ("mlflow", True): _mlflow}.get((name, is_real), _substitute)(folder)
-    return [row for row in rows if isinstance(row[2], float | int)]
+    """Returns the rows of scalars."""
+    return [row for row in rows(name, is_real, folder) if isinstance(row[2], float | int)]
 
 
 def shown(name, is_real, folder):
     """Returns the names that a reader sees, of any kind."""
-    rows = {("wandb", True): _wandb, ("mlflow", True): _mlflow}.get((name, is_real), _substitute)(folder)
-    return {row[0] for row in rows}
+    return {row[0] for row in rows(name, is_real, folder)}
 
 
 # ---- the real services -----------------------------------------------------------------------------------------------
@@ -94,6 +98,25 @@ def _mlflow(folder):
     return rows + [(path, 0, "artifact") for path in artifacts]
 
 
+def _comet(folder):
+    """Reads the archives of offline experiments."""
+    rows = []
+    for path in sorted(folder.glob("comet/*.zip"), key=lambda path: path.stat().st_mtime_ns):
+        for line in zipfile.ZipFile(path).read("messages.json").decode().splitlines():
+            message = json.loads(line)
+            payload, kind = message["payload"], message["type"]
+            if kind == "metric_msg" and payload["metric"]["metricName"] != "process duration":
+                metric = payload["metric"]
+                rows.append((metric["metricName"], metric["step"], metric["metricValue"]))
+            elif kind == "parameter_msg":
+                rows.append((f"param {payload['param']['paramName']}", 0, str(payload["param"]["paramValue"])))
+            elif kind == "file_upload":
+                asset = payload["additional_params"]
+                name = asset.get("figName") or (payload["metadata"] or {}).get("name") or asset["fileName"]
+                rows.append((f"{asset.get('groupingName') or ''} {name}", asset["step"], payload["upload_type"]))
+    return rows
+
+
 # ---- the substitutes -------------------------------------------------------------------------------------------------
 
 
@@ -110,7 +133,7 @@ class Store:
 
 
 def _substitute(folder):
-    files = [*folder.glob("wandb/rows"), *folder.parent.glob("mlflow.db")]
+    files = [*folder.glob("wandb/rows"), *folder.glob("comet/rows"), *folder.parent.glob("mlflow.db")]
     return [tuple(json.loads(line)) for file in files for line in file.read_text().splitlines()]
 
 
@@ -193,3 +216,39 @@ MLFLOW = {
     "mlflow.tracking": {"MlflowClient": _Client},
     "mlflow.entities": {"Metric": lambda *values: values, "Param": lambda *values: values},
 }
+
+
+class _CometExperiment:
+    def __init__(self, experiment_key, experiment_config, **_):
+        self.store = Store(Path(experiment_config["offline_directory"]) / "rows")
+        self.store.add(f"id {experiment_key}", 0, "run")
+
+    def log_parameters(self, values):
+        for key, value in values.items():
+            self.store.add(f"param {key}", 0, str(value))
+
+    def log_metrics(self, values, step):
+        for key, value in values.items():
+            self.store.add(key, step, value)
+
+    def log_text(self, value, step, metadata):
+        self.store.add(metadata["name"], step, value)
+
+    def log_image(self, value, name, step, image_minmax):
+        self.store.add(name, step, str(value.dtype))
+
+    def log_histogram_3d(self, value, name, step):
+        self.store.add(name, step, str(value.shape))
+
+    def log_audio(self, value, sample_rate, file_name, step):
+        self.store.add(file_name, step, str(sample_rate))
+
+    def log_model(self, name, path, metadata):
+        assert Path(path, "record.json").is_file()
+        self.store.add(name, metadata["step"], "artifact")
+
+    def end(self):
+        self.store.add("finished", 0, "run")
+
+
+COMET = {"comet_ml": {"start": _CometExperiment, "ExperimentConfig": dict, "get_config": lambda _: None}}

@@ -14,7 +14,7 @@ from spmdkit.foundation.timeouts import TRACKER_CLOSE_S
 from spmdkit.metrics.trackers.base import Record, Tracker, names_of, nothing
 
 MAX_QUEUED = 1024
-REPAIR = "tensorboard, wandb and mlflow show more kinds."
+REPAIR = "tensorboard, wandb, mlflow and comet show more kinds."
 
 Open = Callable[[], Tracker]
 

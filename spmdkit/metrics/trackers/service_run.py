@@ -8,9 +8,10 @@ a repeated step has the same values.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ def package(name: str, extra: str) -> Any:
             f"log.trackers names {extra}, but the package {name} cannot be imported ({error}). Records are sent by it. "
             f"Run `pip install 'spmdkit[{extra}]'`, or remove {extra} from log.trackers."
         ) from error
+
+
+def shown_kinds(kinds: Iterable[str], needs: Mapping[str, str]) -> frozenset[str]:
+    """Returns the kinds of records that a service can encode. `needs`: kind -> the optional package that encodes it."""
+    is_missing: Callable[[str], bool] = lambda kind: kind in needs and importlib.util.find_spec(needs[kind]) is None
+    return frozenset(kind for kind in kinds if not is_missing(kind))
 
 
 def settings(directory: Path) -> dict[str, Any]:

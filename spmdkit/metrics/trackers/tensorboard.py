@@ -4,7 +4,6 @@ histograms and audio, the config and its hyperparameters.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ import yaml
 
 from spmdkit.metrics.jsonl import LAST_KEYS, plain_number
 from spmdkit.metrics.trackers.base import Record, Tracker, names_of
-from spmdkit.metrics.trackers.service_run import flat, package, pixels, settings, tag
+from spmdkit.metrics.trackers.service_run import flat, package, pixels, settings, shown_kinds, tag
 
+KINDS = ("scalars", "text", "image", "histogram", "audio")
 NEEDS = {"image": "PIL", "audio": "soundfile"}
 """Kind of record -> the package with which tensorboardX encodes it."""
 
@@ -25,8 +25,7 @@ def open(run: Any, last_step: int) -> Tracker:
     files = TensorboardTracker(run.directory / "tensorboard", keep_through_step=last_step)
     if config := settings(run.directory):
         files.write_settings(config, last_step)
-    encoded = {kind for kind, module in NEEDS.items() if importlib.util.find_spec(module) is not None}
-    accepts = frozenset({"scalars", "text", "histogram"} | encoded)
+    accepts = shown_kinds(KINDS, NEEDS)
     return Tracker(files.write, accepts, flush=files.flush, rewind=files.rewind, close=files.close)
 
 
