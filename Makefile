@@ -149,7 +149,7 @@ kills: $(VENV)/.test
 soak: $(EXTRAS)/.test
 	$(BOUND) 7200 $(EXTRAS)/bin/python benchmarks/soak.py --save --faults $(or $(FAULTS),60) --seed $(or $(SEED),3)
 
-# Every kind of fault in every phase with 1, 2 and 4 processes, 310 runs (docs/measured/chaos.md). Takes hours; an interrupted
+# Every kind of fault in every phase with 1, 2 and 4 processes, 331 runs (docs/measured/chaos.md). Takes hours; an interrupted
 # command continues with the next cell. Network faults need root and /dev/net/tun. `make chaos CELLS="kill@*/2"`.
 chaos: $(EXTRAS)/.test
 	$(BOUND) 36000 $(EXTRAS)/bin/python -m spmdkit drill benchmarks/chaos/run.yaml --matrix $(CELLS:%=--cells '%'); test $$? -le 1

@@ -16,7 +16,8 @@ processes. Each resumes a run that was killed halfway. This page is generated fr
 
 A cell of the table: detected after, training has passed the step of the fault after (both in seconds, the longest of
 the numbers of processes), and the largest number of repeated steps. A dash: nothing had to be detected, or nothing
-ended. An empty cell is not applicable, or not measured.
+ended. An empty cell is not applicable, or not measured. For `service` and `object-store` no process is at fault: the
+message has to name the service or the store.
 """
 
 

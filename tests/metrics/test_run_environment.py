@@ -45,12 +45,13 @@ def test_no_credential_is_recorded():
         "JAX_PASSWD": SECRET,
         "SPMDKIT_my_Credentials": SECRET,
         "JAX_COMPILATION_CACHE_DIR": f"https://user:{SECRET}@host/x",
-        "XLA_FLAGS": "--a=1",
+        "XLA_FLAGS": f"--a=1 --b=AccountKey={SECRET}",
+        "LIBTPU_INIT_ARGS": f"--c=https://hooks.slack.com/services/{SECRET}",
         "SPMDKIT_PROCESS_ID": "0",
     }
     found = variables(environ)
     assert SECRET not in json.dumps(found)
-    assert found["XLA_FLAGS"] == "--a=1" and found["SPMDKIT_PROCESS_ID"] == "0"
+    assert found["XLA_FLAGS"] == "--a=1 --b=AccountKey=***" and found["SPMDKIT_PROCESS_ID"] == "0"
     assert found["JAX_API_KEY"] == "***" and found["JAX_COMPILATION_CACHE_DIR"] == "https://***@host/x"
     assert "HOME" not in found and "MY_JAX_X" not in found and "XLA_FLAGS_EXTRA" not in found
 
