@@ -1,5 +1,7 @@
 """A notebook in a real kernel: devices of the first cell, two trainings, the stop button, a changed cell, an error."""
 
+import re
+
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -8,7 +10,7 @@ from nbclient.exceptions import CellExecutionError
 pytestmark = pytest.mark.processes
 
 TASK = """
-import threading, time, os, signal
+import os, signal
 import jax.numpy as jnp, numpy as np, optax
 import spmdkit as sk
 
@@ -33,19 +35,18 @@ SECOND = (
     "second = sk.train(task=make_task(), steps=4, seed=1, **settings)\nprint(second.run_dir.name, first.run_dir.name)"
 )
 STOP = """
-class Slow:
-    def __len__(self): return 64
-    def __getitem__(self, i):
-        time.sleep(0.002)
-        return {"x": x[i], "y": data["y"][i]}
+def stop(run, step, state, metrics):
+    if step == 20:
+        os.kill(os.getpid(), signal.SIGINT)   # what the stop button sends to the kernel
 
-slow = sk.Task(init, loss_fn, optax.sgd(0.1), Slow())
-more = settings | dict(run_dir="runs/long", checkpoint={"every_steps": 10})
-threading.Timer(4, os.kill, (os.getpid(), signal.SIGINT)).start()   # what the stop button sends to the kernel
+slow = sk.Task(init, loss_fn, optax.sgd(0.1), data, hooks=[sk.Hook("stop", after_step=stop)])
+more = settings | dict(run_dir="runs/long", steps=200)
 try:
-    sk.train(task=slow, steps=5000, **more)
+    sk.train(task=slow, **more)
 except sk.SpmdkitError as error:
     print(type(error).__name__, error)
+rest = sk.train(task=slow, **more)
+print("first step after the stop:", rest.run.first_step, "last:", int(rest.state.step))
 """
 CHANGED = "SCALE = 1000.0\nagain = sk.train(task=make_task(), steps=8, run_dir=str(first.run_dir), **settings)"
 WRONG = """
@@ -72,6 +73,8 @@ def test_a_notebook_trains_stops_and_reports_changes(tmp_path):
     assert max(len(line) for line in text_of(first).splitlines()) <= 200 and text_of(first).count("\n") < 20
     assert "run-2 run-1\n" in text_of(second)
     assert "Preempted stopped after step" in text_of(stopped) and "by SIGINT; saved" in text_of(stopped)
+    began, ended = re.search(r"first step after the stop: (\d+) last: (\d+)", text_of(stopped)).groups()
+    assert 20 < int(began) < 200 and int(ended) == 200
     assert "the step of the task  text " in text_of(changed) and "steps" in text_of(changed)
     (error,) = [out for out in wrong.outputs if out.output_type == "error"]
     assert len(error.traceback) <= 4 and "sk.mean" in "".join(error.traceback), error.traceback
