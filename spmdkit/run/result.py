@@ -29,6 +29,15 @@ class Result:
     run: Run
     already_finished: bool = False
 
+    def __repr__(self) -> str:
+        logged = {k: v for k, v in self.run.last_logged.items() if k != "step"}
+        evaluation = self.evaluation
+        return (
+            f"Result: step {self.run.step} of {self.run.config.num_steps}  {_shown(logged)}\n"
+            f"  evaluation: {'none' if evaluation is None else _shown(evaluation)}\n"
+            f"  run_dir: {self.run_dir}"
+        )
+
     @property
     def run_dir(self) -> Path:
         """The directory of the run. Pass it as `run_dir` to continue the run."""
@@ -48,15 +57,6 @@ class Result:
             return self.run.last_evaluation
         recorded = [line for line in self.history if line["split"] == "eval"]
         return {k: v for k, v in recorded[-1].items() if k not in ("split", "step")} if recorded else None
-
-    def __repr__(self) -> str:
-        logged = {k: v for k, v in self.run.last_logged.items() if k != "step"}
-        evaluation = self.evaluation
-        return (
-            f"Result: step {self.run.step} of {self.run.config.num_steps}  {_shown(logged)}\n"
-            f"  evaluation: {'none' if evaluation is None else _shown(evaluation)}\n"
-            f"  run_dir: {self.run_dir}"
-        )
 
 
 def _shown(metrics: Metrics) -> str:

@@ -14,16 +14,7 @@ import numpy as np
 
 from spmdkit.errors import ConfigError
 from spmdkit.metrics.trackers.base import Record, Tracker, names_of
-from spmdkit.metrics.trackers.service_run import (
-    ServiceRun,
-    connected,
-    flat,
-    package,
-    pixels,
-    settings,
-    shown_kinds,
-    tag,
-)
+from spmdkit.metrics.trackers.service_run import ServiceRun, connected, flat, package, pixels, settings, tag
 
 KINDS = frozenset({"scalars", "text", "image", "histogram", "audio"})
 NEEDS = {"image": "PIL"}
@@ -91,4 +82,4 @@ def open(
             experiment.log_model("best_checkpoint", str(path), metadata={"step": int(path.name)})
         experiment.end()
 
-    return connected(state, connect, write, close, shown_kinds(KINDS, NEEDS), best_checkpoint)
+    return connected(state, connect, write, close, KINDS, NEEDS, best_checkpoint)

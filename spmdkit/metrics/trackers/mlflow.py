@@ -11,16 +11,7 @@ import time
 from typing import Any
 
 from spmdkit.metrics.trackers.base import Record, Tracker, names_of
-from spmdkit.metrics.trackers.service_run import (
-    ServiceRun,
-    connected,
-    flat,
-    package,
-    pixels,
-    settings,
-    shown_kinds,
-    tag,
-)
+from spmdkit.metrics.trackers.service_run import ServiceRun, connected, flat, package, pixels, settings, tag
 
 KINDS = frozenset({"scalars", "text", "image"})
 NEEDS = {"image": "PIL"}
@@ -70,7 +61,7 @@ def open(
             client.log_artifacts(state.id, str(path), f"best_checkpoint/{path.name}")
         client.set_terminated(state.id)
 
-    return connected(state, connect, write, close, shown_kinds(KINDS, NEEDS), best_checkpoint)
+    return connected(state, connect, write, close, KINDS, NEEDS, best_checkpoint)
 
 
 def _experiment(client: Any, name: str, artifacts: str | None) -> str:

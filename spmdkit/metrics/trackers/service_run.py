@@ -109,11 +109,12 @@ def connected(
     connect: Callable[[], Any],
     write: Callable[[Any, str, Record], None],
     close: Callable[[Any], None],
-    accepts: frozenset[str],
+    kinds: Iterable[str],
+    needs: Mapping[str, str],
     uploads: bool,
 ) -> Tracker:
     """Returns a tracker that sends each step once. It connects in the thread of the trackers, before its first record:
-    a slow service does not delay the start."""
+    a slow service does not delay the start. `kinds`, `needs`: see `shown_kinds`."""
     service: list[Any] = []
 
     def connected_write(kind: str, record: Record) -> None:
@@ -127,4 +128,5 @@ def connected(
         if service:
             close(service.pop())
 
-    return Tracker(connected_write, accepts, close=close_once, close_s=TRACKER_UPLOAD_S if uploads else None)
+    close_s = TRACKER_UPLOAD_S if uploads else None
+    return Tracker(connected_write, shown_kinds(kinds, needs), close=close_once, close_s=close_s)

@@ -12,7 +12,7 @@ import numpy as np
 
 from spmdkit.foundation.timeouts import TRACKER_CONNECT_S
 from spmdkit.metrics.trackers.base import Record, Tracker, names_of
-from spmdkit.metrics.trackers.service_run import ServiceRun, connected, package, pixels, settings, shown_kinds, tag
+from spmdkit.metrics.trackers.service_run import ServiceRun, connected, package, pixels, settings, tag
 
 KINDS = frozenset({"scalars", "text", "image", "histogram", "audio"})
 NEEDS = {"image": "PIL", "audio": "soundfile"}
@@ -61,7 +61,7 @@ def open(
             service.log_artifact(artifact)
         service.finish()
 
-    return connected(state, connect, write, close, shown_kinds(KINDS, NEEDS), best_checkpoint)
+    return connected(state, connect, write, close, KINDS, NEEDS, best_checkpoint)
 
 
 def _shown(wandb: Any, kind: str, record: Record, value: Any) -> Any:

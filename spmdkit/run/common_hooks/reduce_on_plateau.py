@@ -23,13 +23,13 @@ NAME = "reduce_on_plateau"
 def make(
     metric: str = "loss",
     mode: Mode = "min",
-    split: Literal["eval", "train"] = "eval",
     factor: float = 0.1,
     patience: int = 3,
     cooldown: int = 0,
+    split: Literal["eval", "train"] = "eval",
+    every: int = 1,
     min_delta: float = 0.0,
     min_scale: float = 0.0,
-    every: int = 1,
 ) -> Hook:
     """Returns the hook."""
     if not 0 < factor < 1:

@@ -47,6 +47,12 @@ class Job:
         with (self.run_dir / "events.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
+    def report(self, name, at):
+        """Reports an event of step 2 when step `at` has begun."""
+        self.event(name, step=2)
+        self.step = at
+        self.poll()
+
     def end(self, code, message="no"):
         self.child.exit = Exit(0, code, 0, message=message)
         self.poll()
@@ -70,9 +76,7 @@ def job(tmp_path, monkeypatch):
 def test_event_between_two_polls_detects_its_fault(job):
     job = job("nan")
     job.inject()
-    job.event("skipped", step=2)
-    job.step = 3
-    job.poll()
+    job.report("skipped", at=3)
     job.poll()
     assert job.injection.detected_by == "the event 'skipped'" and job.injection.recovered is not None
 
@@ -108,9 +112,7 @@ def test_fault_is_detected_by_its_events(kind, event, detects, job):
 def test_run_that_ended_has_not_recovered(job):
     job = job("nan")
     job.inject()
-    job.event("nonfinite", step=2)
-    job.step = 4
-    job.poll()
+    job.report("nonfinite", at=4)
     assert job.injection.recovered is not None, "steps are in flight"
     job.end(77, "not finite at step 2")
     row = figures.injection_row(job.injection, 0.0)
