@@ -60,6 +60,16 @@ def resolve(requested: Mapping[str, int], num_devices: int, num_slices: int = 1)
     return sizes
 
 
+def check_processes(requested: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
+    """Raises ConfigError if the mesh is one device, the default, and the devices are of several processes."""
+    processes = {device.process_index for device in devices}
+    if not requested and len(processes) > 1:
+        raise ConfigError(
+            f"mesh is one device, the default, found {len(devices)} devices in {len(processes)} processes. Each "
+            f"process of a job computes a part. Set mesh: {{data: -1}}, which uses all devices, or start one process."
+        )
+
+
 def _repair(requested: Mapping[str, int], fixed: int, num_devices: int) -> str:
     """Returns the smallest change of one axis that makes the product fit."""
     for axis, size in sorted(requested.items(), key=lambda item: -item[1]):

@@ -101,6 +101,7 @@ class Program:
                 "set numbers."
             )
         self.microbatches, self.zero = config.microbatches, config.layout.zero
+        mesh.check_processes(config.mesh.sizes(), devices)
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices), mesh.slices(devices))
         self.mesh = mesh.make_mesh(self.sizes, devices)
         self.task = task = with_streams(with_user_state(task, config, self.mesh), config)

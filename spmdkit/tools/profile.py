@@ -97,7 +97,8 @@ def read_trace(paths: Iterable[Path]) -> tuple[list[Operation], set[int]]:
                         steps.add(int(str(stats["step_num"])))
                     name = str(stats.get("hlo_op") or (event.name.partition(" = ")[0].lstrip("%") if of_ops else ""))
                     if name and not name.startswith(CONTROL):
-                        device = plane.name if is_device else f"{path.stem} {stats.get('device_ordinal', 0)}"
+                        number = plane.name if is_device else stats.get("device_ordinal", 0)
+                        device = f"{path.stem} {number}"  # each process counts its devices from 0
                         end = event.start_ns + event.duration_ns
                         module = str(stats.get("hlo_module", ""))
                         operations.append(Operation(device, module, name, event.start_ns, end))

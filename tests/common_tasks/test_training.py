@@ -103,7 +103,7 @@ def test_38_unit_test(user):
 
 @pytest.mark.processes
 def test_39_processes_on_one_machine(user, forks):
-    command = "spmdkit launch -n 2 -- train run.yaml data.shuffle=false devices=cpu:2"
+    command = "spmdkit launch -n 2 -- train run.yaml data.shuffle=false devices=cpu:2 profile.steps=[2,3]"
     user.with_lines(1 + 1, commands=[command])
     (ended,) = forks.run([Process(command.split()[1:], user.path, forks=True)], 100)
     assert ended.code == 0, ended.output
@@ -111,6 +111,7 @@ def test_39_processes_on_one_machine(user, forks):
     close((user.losses(), user.params()), (expected.losses, expected.params))
     environment = json.loads((user.path / "run/environment.json").read_text())
     assert environment["num_processes"] == 2
+    assert json.loads(user.does("profile", "run", "--json"))["devices"] == 2  # one of each process
 
 
 def test_40_base_config_and_environment(user, monkeypatch):

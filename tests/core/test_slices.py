@@ -7,6 +7,7 @@ import pytest
 
 from spmdkit.foundation.constants import AXES
 from spmdkit.mesh import mesh
+from tests.support.messages import raises
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,3 +59,10 @@ def test_each_place_along_replica_is_one_slice(monkeypatch):
     assert found.shape == tuple({"replica": 2, "fsdp": 4}.get(axis, 1) for axis in AXES)
     for place, devices in enumerate(np.reshape(found, (2, 4))):
         assert {device.slice_index for device in devices} == {place}
+
+
+def test_one_device_is_no_mesh_of_several_processes():
+    with raises("mesh is one device", found="8 devices in 2 processes", repair="mesh: {data: -1}"):
+        mesh.check_processes({}, CHIPS)
+    mesh.check_processes({}, CHIPS[:4])
+    mesh.check_processes({"data": 8}, CHIPS)

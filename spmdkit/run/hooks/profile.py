@@ -1,11 +1,18 @@
 """Records a profiler trace of the steps in `profile`. Each step is marked (`StepTraceAnnotation`), so that xprof shows
-step times. The compiled programs are written next to the trace: `spmdkit profile RUN` reads the lines from them."""
+step times. The compiled programs are written next to the trace: `spmdkit profile RUN` reads the lines from them.
+
+JAX names a trace by the host and the second. Several processes first write to `process_N/`, and then move their files
+into one folder, with the number of the process in the name.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
+import shutil
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,15 +27,16 @@ def make(config: Any) -> Hook | None:
     if config.profile is None:
         return None
     first, last = config.profile.steps
-    active: list[bool] = []  # not empty while the trace is recorded
+    active: list[Path] = []  # while a trace is recorded: its folder, and that of all processes
     marks: list[jax.profiler.StepTraceAnnotation] = []
 
     def before_step(run: RunView, step: int, state: Any) -> None:
         if step == first:
             jax.block_until_ready(state)
             _wait_for_plan()
-            jax.profiler.start_trace(str(run.directory / "profile"))
-            active.append(True)
+            folders = _folders(run)
+            jax.profiler.start_trace(str(folders[0]))
+            active.extend(folders)
         if active:
             marks.append(jax.profiler.StepTraceAnnotation("train", step_num=step))
             marks[-1].__enter__()
@@ -44,10 +52,30 @@ def make(config: Any) -> Hook | None:
 
     def stop(*_: Any) -> None:
         if active:
+            folders = active.copy()
             active.clear()
             jax.profiler.stop_trace()
+            _collect(*folders)
 
     return Hook("profile", order=35, before_step=before_step, after_step=after_step, end=stop)
+
+
+def _folders(run: RunView) -> list[Path]:
+    """Returns the folder in which JAX writes, and with several processes the one that receives the files of all."""
+    folder = run.directory / "profile"
+    if run.cluster.num_processes == 1:
+        return [folder]
+    name = run.cluster.from_main("name of the trace", lambda: time.strftime("%Y_%m_%d_%H_%M_%S"))
+    return [folder / f"process_{run.cluster.process_index}", folder / "plugins" / "profile" / name]
+
+
+def _collect(written: Path, common: Path | None = None) -> None:
+    """Moves the files of this process, `process_N/plugins/profile/TIME/HOST.*`, to `common`."""
+    if common is not None:
+        common.mkdir(parents=True, exist_ok=True)
+        for file in written.glob("plugins/profile/*/*"):
+            file.rename(common / f"{written.name}_{file.name}")
+        shutil.rmtree(written, ignore_errors=True)
 
 
 def _write_programs(run: RunView) -> None:
