@@ -36,7 +36,7 @@ FAST_FORMS = [
 """The fast suite runs them on the mesh with the mapped form and sharded parameters."""
 
 
-@pytest.mark.forms(10)
+@pytest.mark.forms(6)
 @pytest.mark.parametrize(
     ("name", "mesh"), slow_except(FAST_FORMS, [(name, mesh) for name in task_names() for mesh in MESHES])
 )

@@ -52,7 +52,7 @@ CASES = [
 ]
 
 
-@pytest.mark.forms(10)
+@pytest.mark.forms(6)
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_a_program_equals_plain_jax(name, mesh):
     program = program_of(name, mesh)
@@ -62,6 +62,7 @@ def test_a_program_equals_plain_jax(name, mesh):
     assert_close(jax.device_get(state.params), params)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_checkpoint_is_restored_on_another_mesh(name, tmp_path):
     first, second = (program_of(name, mesh) for mesh in QUICK_MESHES[::-1])

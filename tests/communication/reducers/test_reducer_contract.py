@@ -131,7 +131,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.forms(7)
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("name, mesh", FORMS)
 def test_replicas_are_bitwise_equal_in_sums_form(name, mesh):
     check_replicas(chosen(name), mesh)

@@ -1,5 +1,5 @@
-"""SIGKILLs of any process in any phase, with restarts: bitwise equal results, no committed step lost. One of
-them, three for each stream, and in slow forms a hundred (`make kills`, with seeds by SEED) and forty."""
+"""SIGKILLs of any process in any phase, with restarts: bitwise equal results, no committed step lost. Three for
+each stream, and in slow forms one of two processes, a hundred (`make kills`, with seeds by SEED) and forty."""
 
 import json
 import os
@@ -32,6 +32,7 @@ def figures(result):
     )
 
 
+@pytest.mark.slow
 def test_random_kill_ends_bitwise_equal(drills):
     options = ["--fault", "kill:random", "--seed", "5"]
     code, output = drills.run("-n", "2", "steps=30", *options, cache=str(drills.path / "cache"))
