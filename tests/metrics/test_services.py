@@ -237,3 +237,32 @@ def test_comet_needs_a_key(tmp_path, monkeypatch):
     run = types.SimpleNamespace(directory=tmp_path)
     with pytest.raises(ConfigError, match="Set COMET_API_KEY, or mode: offline"):
         importlib.import_module("spmdkit.metrics.trackers.comet").open(run, 0)
+
+
+BLOCKED = """
+import threading
+import spmdkit as sk
+
+gate, taken = threading.Event(), []
+
+@sk.tracker
+def open(run, last_step):
+    return sk.Tracker(lambda kind, record: taken.append((record["step"], gate.wait(20))))
+"""
+
+
+def test_a_tracker_that_blocks_delays_no_step(tmp_path, monkeypatch):
+    """The tracker returns only after the last step has ended."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "blocked.py").write_text(BLOCKED)
+
+    def after_step(run, step, state, metrics):
+        if step == 6:
+            sys.modules["spmdkit_task_blocked"].gate.set()
+
+    hook = sk.Hook("last", after_step=after_step)
+    task = sk.Task(lambda key: {"w": jnp.zeros(3)}, loss_fn, optax.sgd(0.05), X, hooks=[hook])
+    log = {"every_steps": 1, "progress": "off", "trackers": ["blocked.py:open"]}
+    small_runs.train(tmp_path, task, steps=6, batch_size=16, log=log, eval={})
+    assert sys.modules.pop("spmdkit_task_blocked").taken == [(step, True) for step in range(1, 7)]

@@ -2,11 +2,16 @@
 tests/common_tasks/test_training.py."""
 
 import gzip
+import threading
+from types import SimpleNamespace
 
+import jax
 import pytest
 from jax.profiler import ProfileData
 
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.constants import PLAN_THREAD
+from spmdkit.run.hooks import profile
 from spmdkit.tools.profile import lines_of, summarize
 
 EVENTS = [("fusion.1", 0, 40), ("all-gather-start.1", 30, 50), ("while.7", 0, 100), ("fusion.2", 90, 10)]
@@ -87,3 +92,17 @@ def test_a_run_without_a_trace_is_rejected(tmp_path):
     write(tmp_path, 'planes { name: "/host:CPU" }')
     with pytest.raises(ConfigError, match="has no operation of a device"):
         summarize(tmp_path)
+
+
+def test_a_trace_begins_after_the_plan(tmp_path, monkeypatch):
+    order, written = [], threading.Event()
+    plan = threading.Thread(target=written.wait, name=PLAN_THREAD, daemon=True)
+    plan.start()
+    monkeypatch.setattr(plan, "join", lambda timeout: order.append("plan"))
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: order.append(folder))
+    hook = profile.make(SimpleNamespace(profile=SimpleNamespace(steps=(2, 3))))
+    run = SimpleNamespace(directory=tmp_path, cluster=SimpleNamespace(num_processes=1))
+    for step in (1, 2):
+        hook.before_step(run, step, ())
+    written.set()
+    assert order == ["plan", str(tmp_path / "profile")]
