@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import re
 import threading
 import traceback
@@ -122,6 +123,11 @@ def exhausted_memory(error: BaseException) -> str:
 def _describe_os_error(error: BaseException) -> tuple[int, str] | None:
     if not isinstance(error, OSError) or error.errno is None:
         return None
+    if isinstance(error, FileNotFoundError) and error.filename is None and _has_no_working_directory():
+        return ExitCode.CONFIG, (
+            "the working directory does not exist. Relative paths need an existing directory, and another program has "
+            "deleted or replaced this one. Change to an existing directory: cd ~."
+        )
     frames = traceback.extract_tb(error.__traceback__)
     prints = lambda frame: "print(" in (frame.line or "") or "flush" in (frame.line or "")
     if error.filename is None and not any(map(prints, frames[-3:])):
@@ -132,3 +138,11 @@ def _describe_os_error(error: BaseException) -> tuple[int, str] | None:
         f"{what[:300]} cannot be used: {error.strerror} (error {error.errno}). spmdkit needs access to it. "
         "Fix the permissions, free some space, or choose another path."
     )
+
+
+def _has_no_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False

@@ -190,7 +190,8 @@ def _with_reducer(
         if path in saved and saved[path][1:] == leaf.shape[1:]
     }
     read = nest({path.removeprefix(FIELD): leaf for path, leaf in readable.items()})
-    state, record = checkpoints.restore(step, abstract.replace(reducer=read), optional=OPTIONAL)
+    optional = OPTIONAL if program.config.ema is not None else (*OPTIONAL, "ema")
+    state, record = checkpoints.restore(step, abstract.replace(reducer=read), optional=optional)
     old = dict(zip([path for path, _ in named_leaves(read)], jax.tree.leaves(state.reducer), strict=True))
     resharded = _on_this_mesh(program, requested, {FIELD + path: x for path, x in old.items()})
     reducer_state = jax.tree.unflatten(jax.tree.structure(abstract.reducer), list(resharded.values()))

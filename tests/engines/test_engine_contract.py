@@ -36,10 +36,10 @@ GOLDEN = {
 }
 
 
-def rendered(case, arguments=ARGUMENTS, **changes):
+def rendered(case, arguments=ARGUMENTS, restarts=3, **changes):
     options, num = GOLDEN[case]
     engine = ENGINES[case.partition("-")[0]]
-    restarts = 0 if case == "kubeflow" else 3
+    restarts = 0 if case == "kubeflow" else restarts
     options = complete(case, engine.OPTIONS, options | changes)
     return engine.render(ClusterJob(arguments, num, "my-run", restarts, 120, options, "/home/me/my project"))
 
@@ -88,6 +88,11 @@ def test_text_is_the_golden_file_each_time(case, monkeypatch):
     if write:
         path.write_text(found)
     assert found == path.read_text()
+
+
+def test_slurm_without_restarts_requeues_after_a_save_alone():
+    text = text_of(rendered("slurm", restarts=0))
+    assert text.count("scontrol requeue") == 1 and " of 0" not in text and "--max-restarts is 0" in text
 
 
 def commands_in(case, text):

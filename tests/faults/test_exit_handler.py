@@ -72,6 +72,18 @@ def test_other_errors_are_bugs_with_a_traceback():
     assert "this is a bug in spmdkit" in text
 
 
+def test_deleted_working_directory_is_78(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(FileNotFoundError) as caught:
+        os.path.abspath("config.yaml")
+    code, text = describe(caught.value)
+    assert code == 78 and text.startswith("the working directory does not exist") and text.endswith("cd ~.")
+    monkeypatch.chdir(tmp_path)
+    assert describe(caught.value)[0] == 70, "it exists: the error has another cause"
+
+
 GLOO = "UNKNOWN: Gloo all-reduce failed: [external/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1234"
 
 

@@ -46,6 +46,14 @@ def test_schedule_for_a_number_and_back(tmp_path, capfd):
     assert int(train(tmp_path, optax.adamw(0.1), 6).opt_state[0].count) == 6
 
 
+def test_config_without_the_average_evaluates_a_run_that_has_it(tmp_path):
+    state = train(tmp_path, optax.sgd(0.1), 3, ema=0.5)
+    task = sk.Task(lambda key: {"w": jnp.ones(3)}, lambda p, batch, key: sk.mean(batch @ p["w"]), optax.sgd(0.1), X)
+    program = sk.build(small_runs.config_of(tmp_path, steps=3, batch_size=16, checkpoint={}), task=task)
+    np.testing.assert_array_equal(program.restore(3).params["w"], state.params["w"])
+    assert program.restore(3).ema is None
+
+
 def test_average_on_and_off(tmp_path):
     before = train(tmp_path, optax.sgd(0.1), 3)
     state = train(tmp_path, optax.sgd(0.0), 4, ema=0.5)

@@ -60,16 +60,22 @@ def render(job: ClusterJob) -> Rendered:
 {job.options["setup"] or "# No setup."}
 srun --kill-on-bad-exit=1 {shlex.join(job.command())}
 code=$?
-starts=${{SLURM_RESTART_COUNT:-0}}
 case $code in
   0|{"|".join(map(str, FINAL))}) ;;  # done, or another start would end with it again
   {AGAIN}) echo "stopped and saved: in the queue again"; scontrol requeue "$SLURM_JOB_ID"; sleep 60 ;;
-  *) if [ "$starts" -lt {job.max_restarts} ]; then
-       echo "ended with $code: in the queue again, restart $((starts + 1)) of {job.max_restarts}"; scontrol requeue "$SLURM_JOB_ID"; sleep 60
-     fi ;;
+{_after_failure(job.max_restarts) if job.max_restarts else "  # Every other code ends the job: --max-restarts is 0."}
 esac
 exit $code
 """
     return Rendered(
         {f"{job.name}.sbatch": script}, (("sbatch", f"{job.name}.sbatch"),), "sbatch, on a login node of the cluster"
     )
+
+
+def _after_failure(max_restarts: int) -> str:
+    """Returns the lines that start the job again, at most `max_restarts` times."""
+    return f"""  *) starts=${{SLURM_RESTART_COUNT:-0}}
+     if [ "$starts" -lt {max_restarts} ]; then
+       echo "ended with $code: in the queue again, restart $((starts + 1)) of {max_restarts}"
+       scontrol requeue "$SLURM_JOB_ID"; sleep 60
+     fi ;;"""
