@@ -1,7 +1,11 @@
 """What Gloo says is left out of what the launcher shows, and nothing else with it."""
 
+import os
+import tracemalloc
+
 import pytest
 
+from spmdkit.launch import output
 from spmdkit.launch.output import without_greeting
 
 WHOLE = "[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
@@ -24,3 +28,19 @@ TWO_AT_ONCE = (
 )
 def test_lines_lose_the_greeting_of_gloo(line, shown):
     assert without_greeting(line) == shown
+
+
+def test_a_short_line_takes_no_large_buffer():
+    """Otherwise the heap grows with each line (glibc)."""
+    source, target = os.pipe()
+    lines = output._whole_lines(source)
+    os.write(target, b"first\n")
+    assert next(lines) == b"first\n"
+    tracemalloc.start()
+    os.write(target, b"second\n")
+    assert next(lines) == b"second\n"
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    os.close(target)
+    assert list(lines) == [] and peak < 10_000
+    os.close(source)
