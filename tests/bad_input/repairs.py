@@ -156,7 +156,7 @@ EVALUATED, PREDICTED = {"eval_data": "DATA"}, {"eval_data": "DATA", "predict_fn"
 WEIGHTS = "train run.yaml init_from=run run_dir=new"
 INSPECT, EXPORT = "checkpoint inspect run --step 2", "checkpoint export run params.safetensors"
 FUNCTION = "checkpoint export run --stablehlo predict.bin"
-LAUNCH = "launch -n 2 --devices-per-process 1 -- --version"
+LAUNCH = "launch -n 1 --devices-per-process 1 -- --version"
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "eval without a checkpoint": ("eval run.yaml",),

@@ -97,14 +97,10 @@ def test_thousands_of_fake_devices_are_there_in_seconds():
 
 
 @pytest.mark.processes
-def test_standard_output_on_a_full_disk(folder):
-    folder.write()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUM")}
-    command = [sys.executable, "-m", "spmdkit", "checkpoint", "ls", "run"]
+def test_standard_output_on_a_full_disk():
+    command = [sys.executable, "-m", "spmdkit", "--version"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            command, cwd=folder.path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, env=environment
-        )
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 74 and "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
 
 
