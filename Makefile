@@ -34,7 +34,7 @@ quick: $(VENV)/.test lint types
 
 # The tests that need a large package, and a job on each engine that is installed. `make --jobs 2 extras` runs both in
 # parallel.
-extras: packages jobs site
+extras: packages jobs docs
 
 packages: $(EXTRAS)/.test
 	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m '(tpu or gpu or storage or ray or streams or trackers or optuna or transformers) and not slow' --numprocesses 2 --dist loadfile

@@ -10,7 +10,7 @@ from tests.docs.pages import DOCS, ROOT, Page, blocks, missing_line, sentences
 pytestmark = pytest.mark.processes
 
 SECTIONS = ("start", "howto", "coming_from", "reference")
-SAMPLE = ("start/first_run.md",)
+SAMPLE = ("start/2_first_run.md", "howto/stop_and_resume.md", "howto/hooks.md", "howto/layouts.md")
 """Pages that run by default. The others are slow: `make docs` runs all."""
 
 PAGES = sorted(path.relative_to(DOCS).as_posix() for section in SECTIONS for path in (DOCS / section).rglob("*.md"))
@@ -19,17 +19,17 @@ TUTORIAL = sorted((DOCS / "tutorial").glob("*.md"))
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 
 
+@pytest.mark.slow
+def test_the_tutorial_runs_as_printed(tmp_path):
+    for path in TUTORIAL:
+        Page(tmp_path).run(path.read_text(), path.name)
+
+
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=() if page in SAMPLE else pytest.mark.slow) for page in PAGES]
 )
 def test_a_page_runs_as_printed(page, tmp_path):
     Page(tmp_path).run((DOCS / page).read_text(), page)
-
-
-@pytest.mark.slow
-def test_the_tutorial_runs_as_printed(tmp_path):
-    for path in TUTORIAL:
-        Page(tmp_path).run(path.read_text(), path.name)
 
 
 @pytest.mark.slow
@@ -42,6 +42,10 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("SPMDKIT", str(ROOT))
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+
+
+def test_the_sample_exists():
+    assert set(SAMPLE) <= set(PAGES)
 
 
 def test_the_runner_fails_where_a_page_is_wrong(tmp_path):
