@@ -259,7 +259,7 @@ ROWS = {
         "Reinforcement learning",
         "PPO on CartPole. The environments run in the compiled step, sharded over four devices.",
         ("return", "mean return of the last finished episodes; the limit is 500"),
-        150,
+        5,
         ("steps=2", "log.every_steps=1", "task_args={envs: 8, moves: 4, epochs: 1, width: 8}"),
         draw_ppo,
         (6, 2.4),
@@ -309,7 +309,7 @@ def section(name: str, result: dict[str, Any]) -> str:
     """Returns the part of the page about one example."""
     row = ROWS[name]
     shown = f"```text\n{result['sample'].rstrip()}\n```" if row.size is None else f"![{row.title}](gallery/{name}.png)"
-    links = f"[examples/{name}.py](../examples/{name}.py), [configs/{name}.yaml](../configs/{name}.yaml)"
+    links = f"[examples/{name}.py](../examples/{name}.py),\n[configs/{name}.yaml](../configs/{name}.yaml)"
     return f"""## {row.title}
 
 {row.text}

@@ -1,7 +1,6 @@
 """docs/measured/benchmarks.md: whoever doubts a table finds the command that makes it, and the command is there."""
 
 import importlib
-import importlib.util
 import re
 import shlex
 import sys
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from spmdkit.config import load_config
+from tests.support.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "measured" / "benchmarks.md").read_text()
@@ -22,10 +22,7 @@ COMMANDS = [" ".join(command.split()) for command in COMMAND.findall(PAGE)]
 
 @pytest.fixture(scope="module")
 def results():
-    spec = importlib.util.spec_from_file_location("results", ROOT / "benchmarks" / "results.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "benchmarks" / "results.py")
 
 
 def test_generated_tables_are_those_of_the_results(results):

@@ -2,7 +2,6 @@
 does not write."""
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from spmdkit.config.wording import sections
 from spmdkit.errors import ExitCode
 from spmdkit.foundation import run_status
 from spmdkit.foundation.constants import MEASURED
+from tests.support.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -49,10 +49,7 @@ def test_the_events_are_those_that_are_written():
 
 @pytest.fixture(scope="module")
 def generate():
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "docs" / "generate.py")
 
 
 def test_every_config_key_is_listed_with_its_meaning(generate):

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 BLOCK_TIMEOUT_S = 240
 READS_THE_PROGRAM = re.compile(r"spmdkit (plan|bench|tune|verify)|plan_step|sk\.bill|sk\.testing")
-"""Pages that are compiled with all passes of XLA, since they show the compiled program."""
+"""Commands that show the compiled program. Their pages are compiled with all passes of XLA."""
 NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_STDERR_LOG_LEVEL": "3",
@@ -156,16 +156,16 @@ class Page:
             "JAX_PLATFORMS": "cpu",
             **NO_TPU,
             "COLUMNS": "160",
-            "PYTHONDONTWRITEBYTECODE": "1",
         }
 
     def run(self, text: str, name: str) -> None:
         """Runs all blocks of a page; an AssertionError names the line of the block that fails."""
         output = ""
-        if READS_THE_PROGRAM.search(text) is None:
+        found = list(blocks(text))
+        if not any(READS_THE_PROGRAM.search(block.text) for block in found if block.runs or block.file):
             self._environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK_XLA}
         try:
-            for block in blocks(text):
+            for block in found:
                 where = f"{name}:{block.line}"
                 if block.file:
                     (self.folder / block.file).parent.mkdir(parents=True, exist_ok=True)
