@@ -198,11 +198,11 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         raise not_writable(Path(path), error) from error
 
 
-def write_requested(option: str, path: Path, content: bytes) -> None:
+def write_requested(option: str, path: Path, text: str) -> None:
     """Replaces the file that an option of a command names. Raises ConfigError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace(path, content)
+        replace(path, text.encode("utf-8", errors="replace"))
     except OSError as error:
         raise ConfigError(
             f"{option} {path} cannot be written ({error.strerror}). Choose a file in a writable folder."

@@ -71,6 +71,21 @@ def _three_digits(value: float, units: Sequence[tuple[float, str]]) -> str:
     return f"{value / size:.3g}{unit}"
 
 
+def format_share(share: float) -> str:
+    """Returns a part of a whole: `42%`, `<1%` of a part that is not 0."""
+    return "<1%" if 0 < share < 0.01 else f"{share:.0%}"
+
+
+def format_error(error: float) -> str:
+    """Returns a relative error: `8e-07`, `0.17`, `4`, `0`."""
+    return f"{error:.0e}" if 0 < error < 1e-3 else f"{error:.2g}"
+
+
+def counted(num: int, one: str, several: str = "") -> str:
+    """Returns a number with its noun: `1 device`, `8 devices`, `2 processes`. `several`: an irregular plural."""
+    return f"{num} {one if num == 1 else several or one + ('es' if one.endswith('s') else 's')}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Returns a size: `512 B`, `1.5 KiB`, `12.6 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

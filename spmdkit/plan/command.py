@@ -271,10 +271,9 @@ def _check_several(path: Path, options: PlanOptions) -> None:
 
 def _print(document: Document, options: PlanOptions) -> None:
     if options.html is not None:
-        from spmdkit.metrics.report.page import write_page
         from spmdkit.metrics.report.plan import plan_page
 
-        write_page(plan_page(document), options.html)
+        files.write_requested("--html", options.html, plan_page(document))
     if options.timeline is not None:
         write_trace(document, options.timeline)
     if options.as_json:
@@ -346,7 +345,7 @@ def write_config(best: Config, config: Config, head: str, path: Path) -> None:
     """
     same_folder = path.resolve().parent == config.folder.resolve()
     text = to_short_yaml(best, absolute_paths=not same_folder, hide_secrets=True)
-    files.write_requested("--write", path, f"{head}{text}".encode())
+    files.write_requested("--write", path, f"{head}{text}")
 
 
 def _run_diff(path: Path, other: Path, overrides: list[str], options: PlanOptions) -> None:

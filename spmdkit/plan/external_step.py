@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmdkit import compat
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError, SpmdkitError
+from spmdkit.foundation.files import write_requested
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.foundation.jaxprs import equations
 from spmdkit.foundation.trees import named_leaves
@@ -94,10 +95,9 @@ class StepPlan:
 
     def write_page(self, path: Path | str) -> None:
         """Writes the plan as an HTML page."""
-        from spmdkit.metrics.report.page import write_page
         from spmdkit.metrics.report.plan import plan_page
 
-        write_page(plan_page(self.document), Path(path))
+        write_requested("write_page", Path(path), plan_page(self.document))
 
     def write_timeline(self, path: Path | str) -> None:
         """Writes the timeline of one layer, for ui.perfetto.dev."""

@@ -22,7 +22,7 @@ from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.faults.error_mapping import exhausted_memory
 from spmdkit.foundation.constants import PLAN_THREAD
-from spmdkit.foundation.files import write_json
+from spmdkit.foundation.files import write_json, write_text
 from spmdkit.foundation.formatting import format_bytes, shown_source
 from spmdkit.foundation.timeouts import PLAN_CLOSE_S
 from spmdkit.plan.machine.target import target_of
@@ -206,7 +206,6 @@ def start_plan_thread(
 
 def _write_plan(program: Program, cluster: Cluster, directory: Path) -> str:
     """Writes the plan as `plan.json` and `plan.html`. Returns why it must not be run; empty if it may be run."""
-    from spmdkit.metrics.report.page import write_page
     from spmdkit.metrics.report.plan import plan_page
     from spmdkit.plan import document as plan
     from spmdkit.plan.machine.calibrate import with_measured
@@ -214,7 +213,7 @@ def _write_plan(program: Program, cluster: Cluster, directory: Path) -> str:
     target, call_s = with_measured(target_of(cluster.devices))
     document = plan.plan_program(program, target, call_s)
     write_json(directory / "plan.json", document)
-    write_page(plan_page(document), directory / "plan.html")
+    write_text(directory / "plan.html", plan_page(document))
     if (time := document["time"]) is not None and (target.calibrated or cluster.devices[0].platform != "cpu"):
         program.seconds_at_peak = time["mfu"] * document["predicted_step_s"]
     return plan.problem_of(document)

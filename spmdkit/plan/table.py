@@ -14,9 +14,11 @@ from rich.table import Table
 
 from spmdkit.foundation.formatting import (
     all_visible,
+    counted,
     format_bytes,
     format_count,
     format_seconds,
+    format_share,
     new_table,
     shown_source,
 )
@@ -61,7 +63,7 @@ def _show_head(document: Mapping[str, Any], out: Console) -> None:
     devices, parts, num = document["num_devices"], document["hosts_or_slices"], document["microbatches"]
     where = f", {parts} {'slices' if document['compiler'] == 'tpu' else 'hosts'}" if parts > 1 else ""
     out.print(
-        f"[bold]{document['target']}[/]  {devices} device{'s' * (devices > 1)}{where}  "
+        f"[bold]{document['target']}[/]  {counted(devices, 'device')}{where}  "
         f"[bold]{describe_mesh(document['mesh'])}[/]  {format_count(document['num_params'])} parameters, batch "
         f"{document['batch_size']}{f' in {num} microbatches' if num > 1 else ''}"
     )
@@ -169,10 +171,10 @@ def _show_lines(document: Mapping[str, Any], out: Console) -> None:
     for row in rows[:MAX_LINES]:
         share = (row["seconds"] + row["exposed_s"]) / step_s
         wait = format_seconds(row["exposed_s"]) if row["exposed_s"] > LEAST * step_s else ""
-        mfu = f"{row['flops'] / (row['seconds'] * peak):.0%}" if row["flops"] and row["seconds"] else ""
+        mfu = format_share(row["flops"] / (row["seconds"] * peak)) if row["flops"] and row["seconds"] else ""
         times = format_seconds(row["seconds"]) if row["seconds"] > LEAST * step_s else ""
         text = f"[dim]{escape(row['text'][:room])}[/]"
-        table.add_row(shown_source(row["source"]) or "no line", times, wait, f"{share:.0%}", mfu, text)
+        table.add_row(shown_source(row["source"]) or "no line", times, wait, format_share(share), mfu, text)
     out.print(table)
     if len(rows) > MAX_LINES:
         rest = sum(row["seconds"] + row["exposed_s"] for row in rows[MAX_LINES:])
@@ -226,5 +228,5 @@ def _shares(parts: Mapping[str, float], whole: float, form: Callable[[float], st
     for name, part in sorted(parts.items(), key=lambda item: -item[1]):
         share = part / max(whole, 1e-9)
         bar = f"[blue]{'█' * max(1, round(share * 30))}[/]" if share > 0 else ""
-        table.add_row(name, form(part), f"{share:.0%}", bar)
+        table.add_row(name, form(part), format_share(share), bar)
     return table

@@ -27,7 +27,7 @@ def write_trace(document: Mapping[str, Any], path: Path) -> None:
     """
     if not document.get("timeline"):
         raise ConfigError(f"--timeline {path}: the plan has no program, so it has no timeline. Leave it out.")
-    files.write_requested("--timeline", path, json.dumps(trace(document)).encode())
+    files.write_requested("--timeline", path, json.dumps(trace(document)))
 
 
 def trace(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from spmdkit.config.task import IN_PYTHON
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import MEASURED
 from spmdkit.foundation.files import write_json, write_text
-from spmdkit.foundation.formatting import format_value, new_table
+from spmdkit.foundation.formatting import counted, new_table
 from spmdkit.metrics import read_lines
 from spmdkit.metrics.report.chart import Series, legend, line_chart
 from spmdkit.metrics.report.page import (
@@ -196,7 +196,7 @@ def _shown_columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    return format_value(value) if isinstance(value, float) else "" if value is None else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def sweep_page(name: str, runs: Sequence[SweepRun], rows: Sequence[Row]) -> str:
@@ -213,7 +213,7 @@ def sweep_page(name: str, runs: Sequence[SweepRun], rows: Sequence[Row]) -> str:
         ]
         series.append(Series(run.directory.name, points, number % NUM_COLORS))
     kinds = {c: NUMBER if any(isinstance(row.get(c), float | int) for row in rows) else WIDE for c in columns}
-    body = [heading(name, [], [f"{len(rows)} runs"]), section("Runs", table(kinds, shown))]
+    body = [heading(name, [], [counted(len(rows), "run")]), section("Runs", table(kinds, shown))]
     if any(s.points for s in series):
         body.append(section("Loss", legend(series) + large(partial(line_chart, series, "loss"), 340)))
     return page(name, body, "spmdkit sweep")

@@ -32,6 +32,7 @@ from spmdkit import compat
 from spmdkit.cluster import detect_cluster, join
 from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import format_error
 from spmdkit.foundation.jaxprs import equations
 from spmdkit.foundation.trees import canonical_dtype, is_key, named_leaves
 from spmdkit.foundation.user_code import call_user
@@ -80,7 +81,7 @@ class Report(dict[str, Any]):
 
 
 def _format_case(case: Mapping[str, Any]) -> Iterator[str]:
-    errors = ", ".join(f"{q} {e:.1e}" for q in QUANTITIES if (e := case[f"{q}_error"]) is not None)
+    errors = ", ".join(f"{q} {format_error(e)}" for q in QUANTITIES if (e := case[f"{q}_error"]) is not None)
     mesh = describe_case({axis: size for axis, size in case["mesh"].items() if size > 1}, 1)
     yield f"{mesh}: {'equal' if case['passed'] else 'DIFFERS'} ({errors})"
     if not case["passed"]:

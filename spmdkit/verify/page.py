@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from spmdkit.foundation.formatting import format_error
 from spmdkit.metrics.report.page import (
     KEEP,
     NUMBER,
@@ -35,8 +36,8 @@ def verify_page(report: Mapping[str, Any]) -> str:
     facts = [
         ("cases equal to one device", f"{equal} of {len(cases)}"),
         ("mutants caught", f"{caught} of {len(mutants)}" if mutants else ""),
-        ("largest gradient error", _error(max(errors)) if errors else ""),
-        ("gradient tolerance", f"{report['tolerances']['gradient']:.0e}"),
+        ("largest gradient error", format_error(max(errors)) if errors else ""),
+        ("gradient tolerance", format_error(report["tolerances"]["gradient"])),
     ]
     notes = [*report["notes"], "Errors are relative to one device.", tolerance_text(report)]
     body = [
@@ -59,14 +60,10 @@ def _cases(report: Mapping[str, Any]) -> str:
     rows = []
     for case in report["cases"]:
         errors = [case.get(f"{key}_error") for key in ERRORS.values()]
-        shown = ["-" if error is None else _error(error) for error in errors]
+        shown = ["-" if error is None else format_error(error) for error in errors]
         outcome = mark("good", "equal") if case["passed"] else mark("bad", "differs")
         rows.append((describe_case(case["mesh"], case["microbatches"]), outcome, *shown))
     return table({"mesh / microbatches": KEEP, "result": KEEP} | dict.fromkeys(ERRORS, NUMBER), rows)
-
-
-def _error(error: float) -> str:
-    return f"{error:.0e}" if error else "0"
 
 
 def _difference(case: Mapping[str, Any]) -> str:

@@ -15,7 +15,8 @@ from spmdkit.compat.user_mesh import ignores_user_settings
 from spmdkit.config import Config, parameter_server
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.foundation import plugins
-from spmdkit.foundation.formatting import shown
+from spmdkit.foundation.files import write_requested
+from spmdkit.foundation.formatting import format_error, shown
 from spmdkit.foundation.json_output import print_json
 from spmdkit.program import source_digest
 from spmdkit.verify import cases
@@ -58,10 +59,9 @@ def run_verify(config: Config, options: VerifyOptions, *, as_json: bool, html: P
     caught, else 1."""
     report = verify_config(config, options, lambda text: print(text, file=sys.stderr, flush=True))
     if html is not None:
-        from spmdkit.metrics.report.page import write_page
         from spmdkit.verify.page import verify_page
 
-        write_page(verify_page(report), html)
+        write_requested("--html", html, verify_page(report))
     if as_json:
         print_json(report)
     else:
@@ -220,7 +220,7 @@ def _progress(outcome: dict[str, Any]) -> str:
     if "skipped" in outcome:
         return f"{case}: not compared, {outcome['skipped']}"
     if outcome["passed"]:
-        return f"{case}: equal, gradient {outcome['gradient_error']:.1e} ({outcome['seconds']:.1f} s)"
+        return f"{case}: equal, gradient {format_error(outcome['gradient_error'])} ({outcome['seconds']:.1f} s)"
     return f"{case}: DIFFERENT, {outcome['diagnosis']['kind']}: {outcome['diagnosis']['found']}"
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.foundation import files
+from spmdkit.foundation.formatting import format_error
 from spmdkit.program import compiler
 from spmdkit.program.program import Program
 from spmdkit.step import gradient, trace_context
@@ -285,7 +286,12 @@ class CaseRunner:
         diagnosis = diagnose(finding, setting.mesh, setting.microbatches, lambda: False, lambda: False)
         by = "gradient" if "gradient" in failed else failed[0]
         located = self._located(setting, program, finding) if self.locate == "all" else {}
-        return {"caught": True, "by": f"{by} {errors.worst[by]:.1e}", "diagnosis": diagnosis._asdict(), **located}
+        return {
+            "caught": True,
+            "by": f"{by} {format_error(errors.worst[by] or 0.0)}",
+            "diagnosis": diagnosis._asdict(),
+            **located,
+        }
 
     def _changes_nothing(self, setting: Setting, found: Results, reference: Reference) -> bool:
         unchanged = self.task_runner.run(self.task_runner.program(setting, evaluated=False))

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from spmdkit.foundation.formatting import all_visible
+from spmdkit.foundation.formatting import all_visible, counted, format_error
 from spmdkit.verify.cases import describe_case
 
 WIDTH = 100
@@ -70,24 +70,22 @@ def _plain(console: Console, found: Mapping[str, Any]) -> None:
         return
     if reason := found.get("not_applicable"):
         console.print(f"one device against plain JAX: [dim]not compared, {escape(reason)}[/]")
-    elif found["passed"]:
-        console.print(
-            f"one device against plain JAX: equal, loss {found['loss_error']:.0e}, gradient "
-            f"{found['gradient_error']:.0e}"
-        )
+        return
+    errors = f"loss {format_error(found['loss_error'])}, gradient {format_error(found['gradient_error'])}"
+    if found["passed"]:
+        console.print(f"one device against plain JAX: equal, {errors}")
     else:
         console.print(
-            f"[bold red]one device against plain JAX: DIFFERS[/], loss {found['loss_error']:.0e}, gradient "
-            f"{found['gradient_error']:.0e} (leaf '{escape(found['worst_leaf'])}'): jax.value_and_grad of the loss's "
-            "value gives another one. A derivative is lost between sum and count; this is a bug of spmdkit, or a "
-            "custom rule of yours."
+            f"[bold red]one device against plain JAX: DIFFERS[/], {errors} (leaf '{escape(found['worst_leaf'])}'): "
+            "jax.value_and_grad of the loss's value gives another one. A derivative is lost between sum and count; "
+            "this is a bug of spmdkit, or a custom rule of yours."
         )
 
 
 def _number(error: float | None, tolerance: float) -> str:
     if error is None:
         return "-"
-    text = f"{error:.0e}" if error else "0"
+    text = format_error(error)
     return text if error <= tolerance else f"[bold red]{text}[/]"
 
 
@@ -144,10 +142,10 @@ def tolerance_text(report: Mapping[str, Any]) -> str:
 def _verdict(report: Mapping[str, Any]) -> str:
     cases, mutants = report["cases"], report["mutants"]
     good, caught = sum(c["passed"] for c in cases), sum(m["caught"] for m in mutants)
-    mutants_caught = f", {caught} of {len(mutants)} mutants caught" if mutants else ", no mutant tried"
+    mutants_caught = f", {caught} of {counted(len(mutants), 'mutant')} caught" if mutants else ", no mutant tried"
     style = "bold green" if report["passed"] else "bold red"
     outcome = "passed" if report["passed"] else "failed"
     return (
-        f"[{style}]{outcome}[/]: {good} of {len(cases)} cases equal to one device{mutants_caught}, "
+        f"[{style}]{outcome}[/]: {good} of {counted(len(cases), 'case')} equal to one device{mutants_caught}, "
         f"{report['seconds']:.0f} s."
     )

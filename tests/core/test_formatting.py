@@ -3,9 +3,12 @@
 from spmdkit.foundation.formatting import (
     all_visible,
     bounded,
+    counted,
     format_bytes,
     format_count,
+    format_error,
     format_seconds,
+    format_share,
     nearest,
     visible,
 )
@@ -42,3 +45,17 @@ def test_a_message_fits_on_a_screen():
     assert len(found) <= 25 and max(map(len, found)) < 1001
     assert (found[0], found[-1]) == ("first", "last")
     assert bounded("short\ntext") == "short\ntext"
+
+
+def test_small_shares_errors_and_nouns():
+    assert [format_share(x) for x in (0.0, 0.004, 0.0099, 0.01, 0.426, 1.0)] == [
+        "0%",
+        "<1%",
+        "<1%",
+        "1%",
+        "43%",
+        "100%",
+    ]
+    assert [format_error(x) for x in (0.0, 8.3e-7, 0.17, 4.0)] == ["0", "8e-07", "0.17", "4"]
+    found = [counted(1, "process"), counted(2, "process"), counted(0, "case"), counted(3, "leaf", "leaves")]
+    assert found == ["1 process", "2 processes", "0 cases", "3 leaves"]

@@ -25,8 +25,8 @@ def plan():
 
 def test_the_page_holds_every_part_and_loads_nothing(plan):
     text = plan_page(plan)
-    sections = ("Memory per device", "Predicted step time", "Time by line", "Timeline of one layer", "Communication")
-    sections += ("Mesh", "Layout of", "Findings")
+    sections = ("Memory per device", "Predicted step time", "Time by line", "Timeline of one iteration")
+    sections += ("Communication", "Mesh", "Layout of", "Findings")
     assert all(part in text for part in (*sections, "params/layers", "fits"))
     for row in plan["collectives"]:
         assert row["cause"] in text
@@ -37,6 +37,12 @@ def test_the_page_holds_every_part_and_loads_nothing(plan):
     assert text.count("<i class=") == len(plan["memory"]["parts"]) + len(plan["time"]["parts"])
     assert "default-src 'none'" in text
     assert "<script" not in text and "http" not in text.replace("http-equiv", "")
+
+
+def test_title_of_the_timeline_follows_its_text(plan):
+    assert plan["timeline"]["iterations"] > 1 and "Timeline of one iteration" in plan_page(plan)
+    step = plan["timeline"] | {"iterations": 1, "title": "The step"}
+    assert "Timeline of the step" in plan_page(plan | {"timeline": step})
 
 
 def test_page_and_text_show_the_error_bar(plan):
@@ -76,11 +82,13 @@ def test_a_browser_shows_every_kind_of_page_without_a_fault(plan, tmp_path):
         "pale": ("--soft: #566173", "--soft: #99a0aa", "contrast"),
         "orphan": ("--middle-first)", "--wide-first)", "a row of tiles is not filled"),
         "dense": ("line-height: 1.25", "line-height: 0.5", "overlap"),
+        "tiny": ("max-width: max(100%, ", "max-width: min(100%, ", "small text"),
         "narrow tiles": (".card b { font-size: 18px; }", ".card { width: 40px; white-space: nowrap; }", "cut off"),
     }
     for name, (rule, change, _) in mutants.items():
-        assert rule in pages["drill"]
-        pages[name] = pages["drill"].replace(rule, change)
+        original = pages["many devices" if name == "tiny" else "drill"]
+        assert rule in original
+        pages[name] = original.replace(rule, change)
     found = problems(pages, (1400, 420, 768, 1600), tmp_path)
     for name, (*_, problem) in mutants.items():
         views = [view for view in found if view.startswith(name)]

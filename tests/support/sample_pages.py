@@ -29,6 +29,7 @@ def sample_pages(plan, folder):
         "report": _report(plan),
         "empty report": page("empty", [report_body("empty", [], [], None, None)], "the files of the run directory"),
         "plan": _plan(plan),
+        "many devices": _many_devices(plan),
         "plans": _plans(folder),
         "drill": drill_page(_drill()),
         "matrix": matrix_page(_matrix()),
@@ -65,6 +66,12 @@ def _plan(plan):
     rows = [candidate | {"status": "best"}, candidate | {"status": "does not fit", "reason": SENTENCE}]
     time = plan["time"] | {"error_bar": {"relative": 0.17, "runs": 23}}
     return plan_page(plan | {"findings": [long], "candidates": rows, "time": time})
+
+
+def _many_devices(plan):
+    places = [{"coords": None, "part": n // 8} for n in range(512)]
+    wire = plan["wire"] | {"by_axes": {"data": 4e6, "tensor": 9e6}}
+    return plan_page(plan | {"num_devices": 512, "mesh": {"data": 64, "tensor": 8}, "places": places, "wire": wire})
 
 
 def _plans(folder):

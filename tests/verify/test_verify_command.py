@@ -110,7 +110,7 @@ def test_wrong_task_exits_1_with_narrow_table(folder, capfd):
         and "the size of dp" in table
         and "data" not in table
         and "DIFFERS" in table
-        and "failed: 0 of 1 cases" in table
+        and "failed: 0 of 1 case equal" in table
     )
     assert re.search(r"first .*task.py:\d+", table.replace("\n", "")), table
     assert max(map(len, table.splitlines())) <= 100

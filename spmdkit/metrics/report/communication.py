@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from spmdkit.foundation.formatting import format_bytes, format_seconds, format_value
+from spmdkit.foundation.formatting import counted, format_bytes, format_seconds, format_value
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.report.chart import BOTTOM, LEFT, RIGHT, TOP, Scale, axes
 from spmdkit.metrics.report.page import (
@@ -31,10 +31,13 @@ Row = Mapping[str, Any]
 def communication_page(result: Mapping[str, Any]) -> str:
     """Returns the page of a result (`spmdkit bench communication --json`)."""
     name = f"communication of {Path(result['config'] or 'a config').name}"
-    seeds = len(result["seeds"])
     lead = [
-        *(f"{result['devices']} devices", f"{result['replicas']} replicas", f"batch {result['batch_size']}"),
-        *(f"{result['steps']} steps", f"{seeds} seed{'s' * (seeds > 1)}", f"loss: {result['loss_is']}"),
+        *(
+            counted(result["devices"], "device"),
+            counted(result["replicas"], "replica"),
+            f"batch {result['batch_size']}",
+        ),
+        *(counted(result["steps"], "step"), counted(len(result["seeds"]), "seed"), f"loss: {result['loss_is']}"),
     ]
     facts = {key: result[key] for key in ("device", "processes", "config", "jax", "time")}
     body = [
@@ -77,7 +80,7 @@ def _cells(row: Row) -> list[str]:
     return [
         str(row["name"]),
         shown(row["bytes_per_step"], format_bytes),
-        shown(row["bytes_over_sum"], lambda x: f"{x:.4f}"),
+        shown(row["bytes_over_sum"], lambda x: f"{x:.4g}"),
         shown(row["step_s"], format_seconds),
         shown(row["time_over_sum"], lambda x: f"{x:.2f}"),
         f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "",

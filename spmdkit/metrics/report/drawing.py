@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 MAX_DEVICES = 1024
+NARROW = 360
+"""Pixels for a drawing in a narrow window."""
 COLORS = ("c5", "c4", "c2", "c8", "c3", "c7")
 """Colors on which the number of a group is readable, as classes of the style sheet."""
 _CELL = 30
@@ -40,8 +42,11 @@ def draw_groups(mesh: Mapping[str, int], places: Sequence[Mapping[str, Any]], ax
     total = math.prod(mesh.values())
     more = "" if total <= len(groups) else f'<p class="note">the first {len(groups)} of {total} devices</p>'
     size = f"0 -22 {columns * _CELL} {rows * _CELL + 24}"
-    width = f"width: {1.3 * columns * _CELL:.0f}px; max-width: 100%"  # few devices are not magnified
-    return f'<svg class="mesh" style="{width}" viewBox="{size}" role="img">{names}{"".join(cells)}</svg>{more}'
+    wide, narrow = 1.3 * columns * _CELL, 0.8 * columns * _CELL  # few devices are not magnified, many are readable
+    width = f"width: {wide:.0f}px; max-width: max(100%, {narrow:.0f}px)"
+    drawn = f'<svg class="mesh" style="{width}" viewBox="{size}" role="img">{names}{"".join(cells)}</svg>'
+    hint = '<p class="note hint">Scroll sideways for all devices.</p>' if narrow > NARROW else ""
+    return f'{hint}<div class="scroll sideways">{drawn}</div>{more}'
 
 
 def group_numbers(mesh: Mapping[str, int], axes: Sequence[str]) -> list[int]:

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from spmdkit.foundation.formatting import format_seconds
+from spmdkit.foundation.formatting import counted, format_seconds, format_share
 from spmdkit.metrics.report.chart import Scale
 from spmdkit.metrics.report.page import (
     KEEP,
@@ -45,9 +45,9 @@ def drill_page(result: Mapping[str, Any]) -> str:
     name = f"drill of {Path(result['config']).name}"
     pill = ("good", "passed") if result["passed"] else ("bad", "failed")
     lead = [
-        *(f"{result['processes']} processes", f"{result['steps']} steps"),
-        f"{result['fired']} of {result['requested']} faults injected",
-        *(f"{result['attempts']} starts", f"seed {result['seed']}"),
+        *(counted(result["processes"], "process"), counted(result["steps"], "step")),
+        f"{result['fired']} of {counted(result['requested'], 'fault')} injected",
+        *(counted(result["attempts"], "start"), f"seed {result['seed']}"),
     ]
     with_faults, without = result["bars"], result["undisturbed_bars"]
     body = [
@@ -83,7 +83,7 @@ def _time_line(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping
     seconds = {kind: sum(bar[2] - bar[1] for row in bars for bar in row if bar[0] == kind) for kind in KINDS}
     total = sum(seconds.values()) or 1.0
     keys = [
-        f'<span class="swatch {KINDS[kind][0]}">{KINDS[kind][1]} {spent / total:.0%}</span>'
+        f'<span class="swatch {KINDS[kind][0]}">{KINDS[kind][1]} {format_share(spent / total)}</span>'
         for kind, spent in seconds.items()
         if spent > 0
     ]

@@ -5,11 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
-
-from spmdkit.errors import ConfigError
-from spmdkit.foundation.files import write_text
 
 NUMBER, KEEP, WIDE, SHORT = ' class="number"', ' class="keep"', ' class="text"', ' class="short"'
 """Attributes of the cells of a column: a number, text that does not wrap, text that wraps within words, and text that
@@ -85,7 +81,7 @@ rect.hollow { fill: var(--card); stroke: var(--c); stroke-width: 2; stroke-dasha
   font-size: 13px; }
 .lanes svg { height: 22px; background: var(--grid); border-radius: 3px; }
 .ticks { display: flex; justify-content: space-between; color: var(--soft); font-size: 12px; }
-.scroll { max-height: 420px; overflow: auto; }
+.scroll { max-height: 420px; overflow: auto; } .sideways { max-height: none; } .hint { display: none; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 6px 18px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th:last-child, td:last-child { padding-right: 4px; }
@@ -93,8 +89,8 @@ th { color: var(--soft); font-weight: 600; overflow-wrap: normal; }
 thead th { position: sticky; top: 0; background: var(--card); vertical-align: bottom; }
 tbody tr:last-child > * { border-bottom: 0; }
 .number { text-align: right; white-space: nowrap; } th.number { white-space: normal; } .number:first-child { width: 1%; } .keep { white-space: nowrap; }
-td.text { min-width: 150px; } td.short { overflow-wrap: normal; }
-.facts th { font-weight: 500; width: 32%; padding-right: 24px; }
+td.text { min-width: 150px; } td.short { overflow-wrap: normal; white-space: pre-line; font-size: 12px; } .short { padding-right: 8px; }
+.facts th { overflow-wrap: anywhere; font-weight: 500; width: 32%; padding-right: 24px; }
 tr.best td { background: var(--tint); font-weight: 600; }
 code, pre { font: 13px/1.5 ui-monospace, "Liberation Mono", Menlo, monospace; }
 pre { margin: 0; white-space: pre-wrap; }
@@ -104,7 +100,7 @@ footer { text-align: center; margin-top: 28px; }
 @media (max-width: 600px) { .cards { grid-template-columns: repeat(var(--narrow), 1fr); }
   .card:first-child { grid-column: span var(--narrow-first); } .card b { font-size: 18px; }
   main { padding: 20px 12px 32px; } section { padding: 14px; } .bar { grid-template-columns: 130px 1fr 74px; gap: 8px; }
-  .large > .narrow { display: block; } .large > .broad { display: none; }
+  .hint, .large > .narrow { display: block; } .large > .broad { display: none; }
   thead th, th.number { white-space: nowrap; } td.text { min-width: 240px; } }
 @media print { .scroll { max-height: none; overflow: visible; } section { break-inside: avoid; } }
 """
@@ -172,21 +168,6 @@ def page(title: str, parts: Iterable[str], source: str) -> str:
 </body>
 </html>
 """
-
-
-def write_page(text: str, path: Path) -> Path:
-    """Writes a page and returns its path.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
-    except OSError as error:
-        reason = f"--html {path} cannot be written ({error.strerror})."
-        raise ConfigError(f"{reason} Choose a file in a writable folder.") from error
-    return path
 
 
 def section(title: str, body: str) -> str:

@@ -10,7 +10,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from spmdkit.foundation.formatting import format_bytes, format_count, format_seconds, shown_source
+from spmdkit.foundation.formatting import (
+    counted,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_share,
+    shown_source,
+)
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.report.drawing import draw_groups
 from spmdkit.metrics.report.page import (
@@ -48,10 +55,10 @@ def plan_page(document: Mapping[str, Any]) -> str:
         section("Memory per device", _memory(document)),
         section("Predicted step time", _time(document)),
         section("Time by line", _lines(document)) if has_time and document.get("lines") else "",
-        section("Timeline of one layer", _timeline(document)) if has_time and document.get("timeline") else "",
+        section(_timeline_title(document), _timeline(document)) if has_time and document.get("timeline") else "",
         section("Communication", _wire(document)),
         section("Mesh", _meshes(document)),
-        section(f"Layout of {len(document['layout'])} leaves", _layout(document)),
+        section(f"Layout of {counted(len(document['layout']), 'leaf', 'leaves')}", _layout(document)),
         section("Candidates", _candidates(document["candidates"])) if document.get("candidates") else "",
         section("Config", f"<pre>{escape(document['config'])}</pre>") if document["config"] else "",
     ]
@@ -62,7 +69,7 @@ def _heading(name: str, document: Mapping[str, Any]) -> str:
     pills = [("good", "fits") if document["fits"] else ("bad", "does not fit")]
     pills += [("bad", "over budget")] if document["budget"]["exceeded"] else []
     facts = [
-        *(document["target"], f"{document['num_devices']} devices", describe_mesh(document["mesh"])),
+        *(document["target"], counted(document["num_devices"], "device"), describe_mesh(document["mesh"])),
         *(f"{format_count(document['num_params'])} parameters", f"batch {document['batch_size']}"),
     ]
     return heading(name, pills, facts) + "".join(map(paragraph, document["notes"]))
@@ -70,7 +77,7 @@ def _heading(name: str, document: Mapping[str, Any]) -> str:
 
 def _cards(document: Mapping[str, Any]) -> str:
     time, memory = document["time"], document["memory"]
-    share = f"{memory['peak_bytes'] / memory['limit_bytes']:.0%}"
+    share = format_share(memory["peak_bytes"] / memory["limit_bytes"])
     sent = document["collective_bytes"]
     rows = [("predicted step time", format_seconds(document["predicted_step_s"]) if time else "not known")]
     if time:
@@ -145,8 +152,8 @@ def _lines(document: Mapping[str, Any]) -> str:
     rows = [
         (
             *(code(shown_source(row["source"]) or "no line"), known(row["seconds"]), known(row["exposed_s"])),
-            f"{(row['seconds'] + row['exposed_s']) / step_s:.1%}",
-            f"{row['flops'] / (row['seconds'] * peak):.0%}" if row["flops"] and row["seconds"] else "",
+            format_share((row["seconds"] + row["exposed_s"]) / step_s),
+            format_share(row["flops"] / (row["seconds"] * peak)) if row["flops"] and row["seconds"] else "",
             code(row["text"]),
         )
         for row in document["lines"]
@@ -156,6 +163,10 @@ def _lines(document: Mapping[str, Any]) -> str:
         "to the step."
     )
     return paragraph(text) + table(columns, rows)
+
+
+def _timeline_title(document: Mapping[str, Any]) -> str:
+    return "Timeline of one iteration" if document["timeline"]["iterations"] > 1 else "Timeline of the step"
 
 
 def _timeline(document: Mapping[str, Any]) -> str:

@@ -9,7 +9,8 @@ from html import escape
 from pathlib import Path
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.formatting import format_count
+from spmdkit.foundation.files import write_requested
+from spmdkit.foundation.formatting import counted, format_count
 from spmdkit.metrics.report.chart import BOTTOM, LEFT, RIGHT, TOP, Scale, axes
 from spmdkit.metrics.report.page import (
     KEEP,
@@ -22,7 +23,6 @@ from spmdkit.metrics.report.page import (
     paragraph,
     section,
     table,
-    write_page,
 )
 
 WIDTH, HEIGHT = 440, 280
@@ -80,9 +80,9 @@ def write_rows(
     marked = [(first, mark(tones.get(fits, ""), fits), *others) for first, fits, *others in rows]
     shown = table(columns, marked) + "".join(map(paragraph, notes))
     drawn = [(chart.label, draw(chart)) for chart in charts if chart.points]
-    body = [heading(name, [], [f"{len(rows)} plans"]), section("Plans", shown)]
+    body = [heading(name, [], [counted(len(rows), "plan")]), section("Plans", shown)]
     body += [section("Charts", chart_grid(drawn))] if drawn else []
-    write_page(page(name, body, "spmdkit plan"), path)
+    write_requested("--html", path, page(name, body, "spmdkit plan"))
 
 
 def draw(chart: Chart) -> str:

@@ -36,7 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.files import user_cache, write_json
+from spmdkit.foundation.files import user_cache, write_requested
 from spmdkit.mesh.chips import Efficiency
 from spmdkit.plan.machine.links import hops
 from spmdkit.plan.machine.target import Target
@@ -66,13 +66,7 @@ def calibrate(machine: Target) -> Rates:
     file = rates_file()
     known = _read(file)
     known[f"{devices[0].device_kind} {len(devices)}"] = rates
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, known)
-    except OSError as error:
-        raise ConfigError(
-            f"the rates cannot be written to {file} ({error.strerror}). Name another file: SPMDKIT_RATES=rates.json."
-        ) from error
+    write_requested("SPMDKIT_RATES", file, json.dumps(known, indent=2) + "\n")
     return rates
 
 

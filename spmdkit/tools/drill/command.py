@@ -18,7 +18,7 @@ from spmdkit.errors import ConfigError, ExitCode, outcome
 from spmdkit.faults.injection.fault import CHANGES_RESULTS, CHECKPOINT_FAULTS, DETECTION_CODES, NETWORK, Fault, parse
 from spmdkit.foundation.constants import is_step_name
 from spmdkit.foundation.files import write_json, write_text
-from spmdkit.foundation.formatting import format_seconds, visible
+from spmdkit.foundation.formatting import counted, format_seconds, visible
 from spmdkit.foundation.json_output import print_json
 from spmdkit.metrics.report.drill import drill_page
 from spmdkit.tools.drill import compare, figures
@@ -219,12 +219,12 @@ def _bars(bars: Bars, begin: float) -> list[list[Any]]:
 def summary_lines(result: dict[str, Any]) -> list[str]:
     """Returns the lines for the terminal."""
     seconds: Callable[[float | None], str] = lambda x: "-" if x is None else format_seconds(x)
-    lines = ["fault             process  at        phase       detected after  recovered after  steps lost"]
+    lines = ["fault             process  at        phase       detected after  recovered after  steps repeated"]
     for fault in result["faults"][:40]:
         lost = "-" if fault["steps_lost"] is None else fault["steps_lost"]
         after = "overtaken" if fault["overtaken"] else seconds(fault["recovery_s"])
         lines.append(
-            f"{fault['fault'][:16]:16}  {fault['process']:7}  {'step ' + str(fault['step']):8}  {fault['phase'][:10]:10}  {seconds(fault['detection_s']):>14}  {after:>15}  {lost:>10}"  # noqa: E501
+            f"{fault['fault'][:16]:16}  {fault['process']:7}  {'step ' + str(fault['step']):8}  {fault['phase'][:10]:10}  {seconds(fault['detection_s']):>14}  {after:>15}  {lost:>14}"  # noqa: E501
         )
     if len(result["faults"]) > 40:
         lines.append(f"... and {len(result['faults']) - 40} more")
@@ -234,11 +234,9 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
             figures_line.append(
                 f"{word} after {format_seconds(result[name]['median'])} (median), {format_seconds(result[name]['max'])} (longest)"  # noqa: E501
             )
-    figures_line.append(f"{result['steps_lost']} steps repeated")
-    lines += [
-        "; ".join(figures_line),
-        f"{result['fired']} of {result['requested']} faults injected, {result['attempts']} starts",
-    ]
+    figures_line.append(f"{counted(result['steps_lost'], 'step')} repeated")
+    injected = f"{result['fired']} of {counted(result['requested'], 'fault')} injected"
+    lines += ["; ".join(figures_line), f"{injected}, {counted(result['attempts'], 'start')}"]
     same = "; ".join(result["different"]) or "bitwise equal to the run without faults"
     lines += [f"state and metrics: {same}", *(f"FAILED: {text}" for text in result["why"])]
     return [*lines, *(["passed"] if result["passed"] else []), f"page {result['page']}"]

@@ -31,6 +31,7 @@ from spmdkit.config import Config, load_config
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.faults.injection.fault import CHANGES_RESULTS, CHECKPOINT_FAULTS, PARTITIONS, Fault
 from spmdkit.foundation.files import write_json, write_text
+from spmdkit.foundation.formatting import counted
 from spmdkit.foundation.json_output import print_json
 from spmdkit.foundation.timeouts import MATRIX_CELL_S, MATRIX_TOLERANCE_S
 from spmdkit.metrics.report.drill_matrix import matrix_page
@@ -310,12 +311,11 @@ def named_correctly(injection: InjectionResult | None) -> bool | None:
 def summary_lines(result: Mapping[str, Any]) -> list[str]:
     """Returns the lines for the terminal."""
     missed = [row for row in result["cells"] if row["missed"]]
-    head = (
-        f"{result['num_cells']} cells, {len(result['not_applicable'])} not applicable; process at fault named in "
-        f"{result['named']} of {result['num_named']}; bitwise equal in {result['bitwise_equal']}"
-    )
+    cells = f"{counted(result['num_cells'], 'cell')}, {len(result['not_applicable'])} not applicable"
+    named = f"process at fault named in {result['named']} of {result['num_named']}"
+    head = f"{cells}; {named}; bitwise equal in {result['bitwise_equal']}"
     lines = [f"{row['cell']}: {'; '.join(row['missed'])}" for row in missed]
-    return [head, *lines, "passed" if result["passed"] else f"FAILED: {len(missed)} cells miss a goal"]
+    return [head, *lines, "passed" if result["passed"] else f"FAILED: goals missed in {counted(len(missed), 'cell')}"]
 
 
 @contextlib.contextmanager

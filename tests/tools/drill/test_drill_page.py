@@ -3,6 +3,7 @@
 import re
 
 from spmdkit.metrics.report.drill import drill_page
+from spmdkit.metrics.report.drill_matrix import matrix_page
 
 RESULT = {
     "passed": False,
@@ -50,6 +51,16 @@ RESULT = {
     "folder": "runs/first_drill/1",
     "time": "2026-11-23T08:00:00Z",
 }
+
+
+def test_a_cell_of_the_matrix_names_its_numbers():
+    cell = {"cell": "kill@save/2", "kind": "kill", "phase": "save", "num_processes": 2, "missed": []}
+    cell |= {"detection_s": 0.171, "recovery_s": 14.2, "steps_repeated": 16}
+    result = {"passed": True, "config": "a.yaml", "date": "", "machine": "", "num_cells": 1, "not_applicable": []}
+    result |= {"named": 1, "num_named": 1, "bitwise_equal": 1, "detection_s": None, "recovery_s": None}
+    text = matrix_page(result | {"cells": [cell]}).replace("\N{NO-BREAK SPACE}", " ")
+    assert "detected 171 ms\nrecovered 14.2 s\nrepeated 16" in text and "1 cell &middot;" in text
+    assert "detected" not in matrix_page(result | {"cells": [cell | {"detection_s": None}]}).split("<td")[2]
 
 
 def test_page_shows_faults_cost_and_failures():
