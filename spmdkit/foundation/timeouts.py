@@ -86,6 +86,7 @@ ROW_RETRY_LONGEST_S = 5.0  # before any retry
 # ---- drill ----
 MATRIX_CELL_S = 240.0  # for a cell of `drill --matrix`: longer is a hang
 MATRIX_TOLERANCE_S = 1.0  # added to the timeout in which a cell has to detect its fault
+MATRIX_STORE_SAVE_S = 40  # for a save to a store that s3fs retries for 8 s: longer than that
 CLOCK_LIBRARY_S = 60  # to compile the library that shifts the clock of a process
 
 # ---- checkpoints ----

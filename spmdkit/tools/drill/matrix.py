@@ -33,7 +33,7 @@ from spmdkit.faults.injection.fault import CHANGES_RESULTS, CHECKPOINT_FAULTS, P
 from spmdkit.foundation.files import write_json, write_text
 from spmdkit.foundation.formatting import counted
 from spmdkit.foundation.json_output import print_json
-from spmdkit.foundation.timeouts import MATRIX_CELL_S, MATRIX_TOLERANCE_S
+from spmdkit.foundation.timeouts import MATRIX_CELL_S, MATRIX_STORE_SAVE_S, MATRIX_TOLERANCE_S
 from spmdkit.metrics.report.drill_matrix import matrix_page
 from spmdkit.tools.drill import compare, figures
 from spmdkit.tools.drill.cells import Cell, all_cells, not_applicable
@@ -55,8 +55,6 @@ TIMEOUTS = {
     "evaluation_timeout_s": 8,
 }
 """Settings of `watchdog` in all runs of the matrix; `key=value` arguments override them."""
-STORE_SAVE_S = 40
-"""The client repeats a failed request for 8 s (s3fs), and the save timeout must be longer."""
 NAMED_SHARE = 0.98
 MIN_STEPS = 24
 """A run is killed halfway, after two saves; a fault may need eight more steps."""
@@ -179,7 +177,7 @@ class Matrix:
         if store is not None:
             store.upload(folder / "checkpoints", folder.name)
             checkpoints = store.folder(folder.name)
-            settings = [f"checkpoint.directory={checkpoints}", f"watchdog.save_timeout_s={STORE_SAVE_S}"]
+            settings = [f"checkpoint.directory={checkpoints}", f"watchdog.save_timeout_s={MATRIX_STORE_SAVE_S}"]
         with network_for([fault], num) as network, _time_limit(MATRIX_CELL_S) as expired:
             driver = Driver(
                 *(folder, num, [fault], self._request.seed), network=network, checkpoints=checkpoints, store=store
