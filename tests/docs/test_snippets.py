@@ -20,6 +20,7 @@ NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.slow
+@pytest.mark.tpu  # step 7 compiles for a TPU
 def test_the_tutorial_runs_as_printed(tmp_path):
     for path in TUTORIAL:
         Page(tmp_path).run(path.read_text(), path.name)
