@@ -23,13 +23,12 @@ from spmdkit.foundation.formatting import (
     shown_source,
 )
 from spmdkit.mesh.mesh import describe_mesh
+from spmdkit.metrics.report.plan import line_cells
 from spmdkit.plan.error_bars import error_bar_text
 
 WIDTH = 100
 MAX_ROWS = 12
 MAX_LINES = 10
-LEAST = 1e-4
-"""Share of the step that is shown."""
 NUMBER = re.compile(r"\d+")
 """Reasons that differ only in numbers are shown once."""
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -162,19 +161,13 @@ def _show_lines(document: Mapping[str, Any], out: Console) -> None:
     rows = document.get("lines", [])
     if not rows:
         return
-    step_s, peak = document["predicted_step_s"], document["time"]["peak_flops_per_s"]
     out.print("[bold]Time by line[/]  instructions, and the wait for the line's collectives")
     table = new_table("line", "time", "wait", "share", "MFU", "", right=(1, 2, 3, 4))
     table.columns[0].overflow = "fold"
     longest = max(len(shown_source(row["source"])) for row in rows[:MAX_LINES])
     room = max(0, out.width - longest - 44)
     for row in rows[:MAX_LINES]:
-        share = (row["seconds"] + row["exposed_s"]) / step_s
-        wait = format_seconds(row["exposed_s"]) if row["exposed_s"] > LEAST * step_s else ""
-        mfu = format_share(row["flops"] / (row["seconds"] * peak)) if row["flops"] and row["seconds"] else ""
-        times = format_seconds(row["seconds"]) if row["seconds"] > LEAST * step_s else ""
-        text = f"[dim]{escape(row['text'][:room])}[/]"
-        table.add_row(shown_source(row["source"]) or "no line", times, wait, format_share(share), mfu, text)
+        table.add_row(*line_cells(row, document), f"[dim]{escape(row['text'][:room])}[/]")
     out.print(table)
     if len(rows) > MAX_LINES:
         rest = sum(row["seconds"] + row["exposed_s"] for row in rows[MAX_LINES:])

@@ -35,6 +35,8 @@ from spmdkit.metrics.report.page import (
 )
 
 MAX_LEAVES = 2000
+LEAST = 1e-4
+"""Share of the step that is shown."""
 SPANS = {
     "run": ("c0", "instruction"),
     "loop": ("c7", "inner loop"),
@@ -146,23 +148,24 @@ def _time(document: Mapping[str, Any]) -> str:
 
 
 def _lines(document: Mapping[str, Any]) -> str:
-    step_s, peak = document["predicted_step_s"], document["time"]["peak_flops_per_s"]
     columns = {"line": KEEP, "time": NUMBER, "wait": NUMBER, "share": NUMBER, "MFU": NUMBER, "text": WIDE}
-    known: Callable[[float], str] = lambda seconds: format_seconds(seconds) if seconds > 1e-4 * step_s else ""
-    rows = [
-        (
-            *(code(shown_source(row["source"]) or "no line"), known(row["seconds"]), known(row["exposed_s"])),
-            format_share((row["seconds"] + row["exposed_s"]) / step_s),
-            format_share(row["flops"] / (row["seconds"] * peak)) if row["flops"] and row["seconds"] else "",
-            code(row["text"]),
-        )
-        for row in document["lines"]
-    ]
+    cells = ((*line_cells(row, document), row["text"]) for row in document["lines"])
+    rows = [(code(line), *figures, code(text)) for line, *figures, text in cells]
     text = (
         "Time: instructions. Wait: the device waits for the line's collectives. Both, and the bubble of a pipeline, sum "
         "to the step."
     )
     return paragraph(text) + table(columns, rows)
+
+
+def line_cells(row: Mapping[str, Any], document: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
+    """Returns the line, time, wait, share of the step and MFU of a row of `lines`. Times below a ten-thousandth of the
+    step are empty."""
+    step_s, seconds, wait_s = document["predicted_step_s"], row["seconds"], row["exposed_s"]
+    known: Callable[[float], str] = lambda x: format_seconds(x) if x > LEAST * step_s else ""
+    mfu = row["flops"] / (seconds * document["time"]["peak_flops_per_s"]) if row["flops"] and seconds else None
+    line, share = shown_source(row["source"]) or "no line", format_share((seconds + wait_s) / step_s)
+    return line, known(seconds), known(wait_s), share, "" if mfu is None else format_share(mfu)
 
 
 def _timeline_title(document: Mapping[str, Any]) -> str:
