@@ -108,7 +108,8 @@ def test_elastic_job_is_measured_kill_by_kill(drills):
 
 @pytest.mark.storage
 def test_store_that_is_down_is_survived(drills):
-    code, output = drills.run("-n", "1", "--fault", "object-store:0@11")
-    assert code == 0, output
-    (fault,) = drills.result()["faults"]
-    assert "save_failed" in fault["detected_by"] and drills.result()["same_parameters"]
+    ended = drills.by_command("-n", "1", "--fault", "object-store:0@11", "--json")  # clients of a store do not fork
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(ended.stdout)
+    (fault,) = result["faults"]
+    assert "save_failed" in fault["detected_by"] and result["same_parameters"]
