@@ -34,7 +34,8 @@ class ReportFile:
         self.path = f"{NAMELESS}{self.descriptor}"  # the path in the process
 
     def read(self) -> bytes:
-        return os.pread(self.descriptor, MAX_NOTE_BYTES, 0)
+        # A buffer of the largest size for each read fragments glibc's heap (2026-11-28).
+        return os.pread(self.descriptor, min(MAX_NOTE_BYTES, os.fstat(self.descriptor).st_size), 0)
 
     def write(self, text: str) -> None:
         """Overwrites the content from the beginning; `text` must not be shorter than the content."""

@@ -7,6 +7,7 @@ import pytest
 
 from spmdkit.launch import output
 from spmdkit.launch.output import without_greeting
+from spmdkit.launch.supervisor import ReportFile
 
 WHOLE = "[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
 TWO_AT_ONCE = (
@@ -44,3 +45,14 @@ def test_a_short_line_takes_no_large_buffer():
     os.close(target)
     assert list(lines) == [] and peak < 10_000
     os.close(source)
+
+
+def test_a_short_report_takes_no_large_buffer():
+    report = ReportFile()
+    report.write("beat")
+    tracemalloc.start()
+    assert report.read() == b"beat"
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    report.close()
+    assert peak < 10_000
