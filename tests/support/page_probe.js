@@ -66,6 +66,8 @@ for (const e of document.querySelectorAll("main *")) {
   const next = e.nextElementSibling, blocks = [e, next].every(x => x && style(x).display !== "inline" && box(x).width);
   if (!svg && !e.closest("table") && blocks && meet(box(e), box(next), 1)) add("overlap:", name(e), "|", name(next));
 }
+for (const value of document.querySelectorAll(".facts td"))
+  if (box(value).width < .5 * box(value.closest("table")).width) add("narrow value:", value.textContent.slice(0, 30));
 for (const grid of document.querySelectorAll(".cards")) {
   const rows = Object.groupBy([...grid.children].map(box), r => Math.round(r.top));
   for (const row of Object.values(rows)) {

@@ -55,6 +55,7 @@ def _report(plan):
         {"event": "stopped", "time": "2025-01-31T13:05:00Z", "process": 0, "code": 0},
     ]
     environment = {"python": "3.11.7", "run_dir": PATH, "devices": [{"kind": "TPU v5p", "platform": "tpu", "count": 8}]}
+    environment["variables"] = {"JAX_COMPILATION_CACHE_EXPECT_PGLE_AND_MORE": PATH}
     text = f"task: {PATH}:task\nsteps: 2000\n"
     body = report_body("a_run_with_a_long_name", records, events, text, environment, plan, _communication())
     return page("a run", [body], "the files of the run directory")

@@ -38,6 +38,7 @@ def test_a_sweep_trains_each_combination_once(folder, capfd, monkeypatch):
     assert cli.main(["sweep", "run.yaml", "learning_rate=0.1,0.2", "steps=6", "--max-parallel", "2"]) == 0
     out = capfd.readouterr().out.splitlines()
     assert out[0].split() == ["learning_rate", "exit_code", "step", "loss", "eval/loss"] and len(out) == 4, out
+    assert [line.split()[0] for line in out[1:3]] == ["0.1", "0.2"], "no insignificant zeros"
     directory = folder / "runs" / "run_sweep"
     assert out[-1] == str(directory / "sweep.html") and "learning_rate=0.2" in (directory / "sweep.html").read_text()
     rows = json.loads((directory / "sweep.json").read_text())
