@@ -17,7 +17,14 @@ from typing import Any
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.files import json_object, read_regular, write_text
-from spmdkit.foundation.formatting import format_bytes, format_duration, format_rate, format_seconds, format_value
+from spmdkit.foundation.formatting import (
+    counted,
+    format_bytes,
+    format_duration,
+    format_rate,
+    format_seconds,
+    format_value,
+)
 from spmdkit.foundation.run_status import unfinished
 from spmdkit.metrics.events import parse_time
 from spmdkit.metrics.jsonl import FIRST_KEYS, LAST_KEYS, read_lines
@@ -122,7 +129,7 @@ def _heading(name: str, records: Sequence[Record], events: Sequence[Record]) -> 
     tone = "bad" if last.startswith("exited") or (TONES.get(last) == "good" and not is_ok) else TONES.get(last, "open")
     last = "finished" if last == "stopped" and is_ok else last
     times = [t for t in (parse_time(e.get("time")) for e in events) if t is not None]
-    facts = [f"{max((r['step'] for r in records), default=0)} steps"]
+    facts = [counted(max((r["step"] for r in records), default=0), "step")]
     if times:
         facts.append(f"started {_clock_text(min(times))} UTC")
         facts.append(f"{format_duration(max(times) - min(times))} between the first and the last event")
