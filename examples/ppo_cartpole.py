@@ -5,7 +5,7 @@
 The environments are the model state, sharded over the replicas by `sk.shard`. Each step plays `steps` moves in all of
 them, computes advantages (GAE), and updates the policy and the value `epochs` times. No batch is read.
 
-Expected: a mean return of 500.0 of the last finished episodes; a random policy has 22, the limit is 500.
+Expected: a mean return of up to 500.0 of finished episodes; a random policy has 22, the limit is 500.
 0.3 minutes on two CPU cores.
 
 Source: Schulman et al., "Proximal Policy Optimization Algorithms" (2017), and "High-Dimensional Continuous Control
