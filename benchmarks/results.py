@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
 PACKAGES = ("jax", "jaxlib", "numpy")
 PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+NUMBER = re.compile(r"[-+]?[\d,.]*( \(.*\))?|yes|no")
 RESAMPLES = 10_000
 
 
@@ -94,22 +95,30 @@ def is_met(ratio: Mapping[str, float], goal: float) -> bool:
 
 
 def table(name: str, folder: Path = FOLDER) -> str:
-    """Returns the saved rows as a table in Markdown, below its command, date, machine and versions."""
+    """Returns the saved rows as a table in Markdown, below its command, date, machine and versions. Measurements that
+    no script saves have no load and versions; without a command, each row states its own."""
     result = json.loads((folder / f"{name}.json").read_text())
     rows = result["rows"]
     heads = list(dict.fromkeys(head for row in rows for head in row))
-    is_number = {head: not any(isinstance(row.get(head), str) for row in rows) for head in heads}
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    load = f"load {result['load'][0]}"
-    source = f"`{result['command']}`, {result['date']}, {result['machine']}, {load}; {versions}. {result['note']}"
+    is_number = {head: all(NUMBER.fullmatch(_cell(row.get(head))) for row in rows) for head in heads}
     lines = [
-        textwrap.fill(source.strip(), 120, break_on_hyphens=False, break_long_words=False),
-        "",
         _row(heads),
         _row("---:" if is_number[head] else "---" for head in heads),
         *(_row(_cell(row.get(head)) for head in heads) for row in rows),
     ]
+    if source := _source(result):
+        lines = [textwrap.fill(source, 120, break_on_hyphens=False, break_long_words=False), "", *lines]
     return "\n".join(lines) + "\n"
+
+
+def _source(result: Mapping[str, Any]) -> str:
+    """Returns the command, the date, the machine, the versions and the note of a result."""
+    command = f"`{result['command']}`" if "command" in result else ""
+    source = ", ".join(filter(None, (command, result.get("date"), result.get("machine"))))
+    if "load" not in result:
+        return f"{source}." if source else ""
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    return f"{source}, load {result['load'][0]}; {versions}. {result['note']}".strip()
 
 
 def _row(cells: Any) -> str:
