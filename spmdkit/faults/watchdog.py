@@ -223,11 +223,13 @@ class Watchdog:
                 return self._end({"code": code, "processes": [process], "why": "exited", **report})
         if lost := self._lost(now):
             return self._end(lost)
+        if self._cannot_read(now):
+            return
         beats = self._beats()
         quiet = [p for p, (when, _) in self._seen.items() if now - when > HANG_SUSPECT_S + 2 * self._beat_s]
         if blamed := blocking_processes(beats, quiet):
             return self._end({"code": int(ExitCode.HANG), "processes": list(blamed), "why": "hang"})
-        if blamed := self._one_sided_hooks.update(now, beats):
+        if blamed := self._one_sided_hooks.update(now, {p: beat for p, beat in beats.items() if p not in quiet}):
             hook, requested = beats[blamed[0]].hook, beats[blamed[0]].requested
             verdict = {"code": int(ExitCode.HANG), "processes": list(blamed), "why": "hang"}
             self._end({**verdict, "hook": hook, "requested": requested})
@@ -244,12 +246,16 @@ class Watchdog:
         if self._service_is_lost:
             return {"code": code, "processes": [], "why": "service"}
         limit_s = max(self._heartbeat_timeout_s, 4 * self._beat_s)
-        if since is not None and now - since > HANG_SUSPECT_S:  # no heartbeat can be read, so no process can be judged
-            is_lost = now - since > limit_s
+        if self._cannot_read(now):
+            is_lost = since is not None and now - since > limit_s
             return {"code": code, "processes": [0], "why": "unreachable"} if is_lost else None
         last_beats = {p: when for p, (when, _) in self._seen.items()}
         silent_processes = find_silent(now, last_beats, (p for p in range(self._num) if p != self._me), limit_s)
         return {"code": code, "processes": silent_processes, "why": "silent"} if silent_processes else None
+
+    def _cannot_read(self, now: float) -> bool:
+        """Returns whether no heartbeat can be read, so that no process can be judged."""
+        return self._exchange_since is not None and now - self._exchange_since > HANG_SUSPECT_S
 
     def _beats(self) -> dict[int, Beat]:
         return {p: beat for p, (_, beat) in self._seen.items()} | {self._me: self._mine}

@@ -93,8 +93,8 @@ def test_stopped_process_is_75_and_named(job, frozen):
     assert ended.after_s > 3
     last = ended.output.rstrip().splitlines()[-2:]
     assert (
-        last[0]
-        == f"process {frozen} is at fault, reports process {1 - frozen} (exit code 75, rendezvous or a peer timed out):"
+        last[0] == f"process {frozen} is at fault, reports process {1 - frozen} "
+        "(exit code 75, rendezvous, a peer or the object store timed out):"
     )
     assert last[1].startswith(f"process {frozen} is silent: no sign of life")
     assert job.processes() == {}

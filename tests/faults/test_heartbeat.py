@@ -182,6 +182,28 @@ def test_process_without_the_service_names_no_other(why, blamed, monkeypatch):
     assert (code, named) == (75, blamed) and ("coordination service" in text) == (why == "unreachable")
 
 
+@pytest.mark.parametrize("responds", [True, False])
+def test_old_heartbeat_blames_no_hook(responds, monkeypatch):
+    """A process whose network is broken, or that of the store, was in a hook at its last heartbeat."""
+    now, ends = [0.0], []
+    inside = Beat("hook 'a'", "", 3, 0.0, None, {}, "'a' at mine.py:3", 4)
+
+    def entries(folder):
+        if now[0] > 1 and not responds:
+            raise RendezvousError("gone")
+        return {"beat/1": f"7 {to_text(inside)}"}
+
+    dog = watchdog(SimpleNamespace(put=lambda *_, **__: None, entries=entries), 0, 2, now)
+    dog._one_sided_hooks = OneSidedHooks(10.0)
+    monkeypatch.setattr(dog, "_end", lambda verdict: ends.append(verdict["why"]))
+    dog._mine = Beat("step", "", 3, 0.0, None, {}, "", 5)
+    for _ in range(80):
+        now[0] += 0.5
+        dog._exchange()
+        dog._judge(dog.clock.tick())
+    assert set(ends) == {"silent" if responds else "unreachable"}
+
+
 def test_beat_shows_whether_the_training_thread_waits_in_jax(monkeypatch):
     monkeypatch.setattr(watchdog_module.stacks, "in_jax", lambda thread: thread == threading.get_ident())
     now, shown = [0.0], []
