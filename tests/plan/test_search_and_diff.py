@@ -101,12 +101,13 @@ def test_the_best_is_compiled_and_written(in_a_process, tmp_path, capsys, monkey
     assert make_plan(load_config(out))["predicted_step_s"] == pytest.approx(printed["predicted_step_s"])
 
 
-def searched(monkeypatch, most, plan):
-    """Returns the ranking of 1, 2, 4 and 8 microbatches; `plan(microbatches)` takes the place of the compiler."""
+def searched(monkeypatch, most, plan, over="microbatches"):
+    """Returns the ranking of 1, 2, 4 and 8 microbatches, or of what `over` names; `plan(microbatches)` takes the place
+    of the compiler."""
     compiled = lambda self, changes, target: plan(changes.get("microbatches", 1))
     monkeypatch.setattr("spmdkit.plan.planner.PlanProcesses.__call__", compiled)
     requested = config(mesh={"data": 8})
-    return search(requested, choose_target(requested, None), ["microbatches"], most, lambda line: None)
+    return search(requested, choose_target(requested, None), [over], most, lambda line: None)
 
 
 def test_candidates_are_ranked_by_their_plans(monkeypatch):
@@ -120,6 +121,14 @@ def test_candidates_are_ranked_by_their_plans(monkeypatch):
     assert rows[0][:2] == ("data 8, microbatches 2", "best")
     assert rows[1] == ("data 8", "fits", "fits; 2.00 times the best step")
     assert [row[1:] for row in rows[2:]] == [("refused", "too much"), ("refused", "the compiler ended with code 1")]
+
+
+def test_batches_are_ranked_by_the_time_per_example(monkeypatch):
+    memory = {"peak_bytes": 10, "limit_bytes": 100}
+    plan = lambda _: {"fits": True, "memory": memory, "predicted_step_s": 1.0, "budget": {"exceeded": []}}
+    best, *others = searched(monkeypatch, 1, plan, "batch").candidates
+    assert best.reason == "the shortest predicted time per example of those that fit"
+    assert {each.batch_size for each in others} - {best.batch_size}
 
 
 def test_estimates_have_the_unit_of_predictions(monkeypatch):
