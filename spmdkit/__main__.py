@@ -26,6 +26,9 @@ def main() -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # a launcher has blocked it until now
     if not os.path.exists("/proc/driver/nvidia"):  # with the extra gpu-plan JAX would log that it finds no cuDNN
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    from spmdkit.foundation import garbage
+
+    garbage.collect_rarely()
     from spmdkit.faults import streams
 
     streams.ignore_closed_outputs(when_full=trains)
@@ -33,7 +36,9 @@ def main() -> int:
 
     if not trains:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return int(run() or 0)
+    code = int(run() or 0)
+    garbage.never_collect()
+    return code
 
 
 if __name__ == "__main__":

@@ -7,10 +7,13 @@ with a custom text. wording.py adds the position, the value and the repair.
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -39,10 +42,23 @@ class InvalidValue(ValueError):
         self.example, self.options = example, options
 
 
-def _one_line(schema: dict[str, Any]) -> None:
-    for field in schema["properties"].values():
-        if "description" in field:
-            field["description"] = " ".join(field["description"].split())
+@functools.cache
+def descriptions(section: type[BaseModel]) -> Mapping[str, str]:
+    """Returns the docstrings of a section's fields, each as one line. pydantic's `use_attribute_docstrings` would parse
+    the source of every section on import (0.1 s); messages and the schema need it."""
+    found: dict[str, str] = {}
+    for cls in reversed([cls for cls in section.__mro__ if issubclass(cls, Section)]):
+        definition = ast.parse(inspect.getsource(cls)).body[0]
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in itertools.pairwise(definition.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
+
+
+def _describe(schema: dict[str, Any], section: type[BaseModel]) -> None:
+    for name, text in descriptions(section).items():
+        schema["properties"][name]["description"] = text
 
 
 class Section(BaseModel):
@@ -54,8 +70,7 @@ class Section(BaseModel):
         extra="forbid",
         frozen=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        json_schema_extra=_one_line,
+        json_schema_extra=_describe,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from spmdkit.config.fields import InvalidValue
+from spmdkit.config.fields import InvalidValue, descriptions
 from spmdkit.config.problems import KeyPath, Problem, dotted, show
 from spmdkit.config.sections import Mesh
 from spmdkit.foundation.formatting import nearest
@@ -38,8 +38,8 @@ def _translate(model: type[BaseModel], error: Mapping[str, Any]) -> Problem:
     if kind == "extra_forbidden" and section:
         return Problem(path, _unknown_key(model, section, path))
     info = _field(model, path)
-    if kind == "missing" and info is not None:
-        about = " ".join((info.description or "").split())
+    if kind == "missing" and section and info is not None:
+        about = descriptions(section)[str(path[-1])]
         return Problem(path, f"is missing: {about[:1].lower()}{about[1:]} Add {path[-1]}: {_example(info) or '...'}")
     if kind in ("model_type", "dict_type"):
         inner = section_at(model, path)

@@ -23,7 +23,7 @@ from spmdkit.errors import CheckpointError, Preempted, RendezvousError
 from spmdkit.faults import StopSignals, Watchdog, exit_process, report_and_exit, run_watchdog
 from spmdkit.faults.heartbeat import SERVICE_LOST
 from spmdkit.faults.injection.inject import inject_at_phases
-from spmdkit.foundation import phase
+from spmdkit.foundation import garbage, phase
 from spmdkit.foundation.constants import COMPILE_ONLY, ERROR_FILE
 from spmdkit.foundation.formatting import visible
 from spmdkit.foundation.run_status import unfinished
@@ -169,6 +169,7 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
         log_run_start(run, state)
         trainer.compile(run, cache, limit_bytes, job.retain_memory)
         unsaved.close()
+        garbage.collect_as_before()
         state, stopped = trainer.train(run, state)
         finish(run, state, stopped, cache)
         return Result(state, program, run)

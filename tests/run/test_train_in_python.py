@@ -1,5 +1,8 @@
 """`sk.train` in Python and in notebooks: no config file, new directories, the history, short reprs and errors."""
 
+import dataclasses
+import gc
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -8,6 +11,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.foundation import garbage
 from spmdkit.foundation.constants import ERROR_FILE
 
 X = np.linspace(-1, 1, 64 * 4, dtype=np.float32).reshape(64, 4)
@@ -50,6 +54,15 @@ def test_each_model_of_a_sweep_has_its_directory(folder):
     assert len({float(r.state.params["w"][0]) for r in results}) == 3 and not any(r.already_finished for r in results)
     again = sk.train(task=make_task(), learning_rate=0.1, run_dir=results[1].run_dir, **SETTINGS)
     assert again.already_finished and (again.state.params["w"] == results[1].state.params["w"]).all()
+
+
+def test_a_hook_leaves_its_cycles_to_a_collector_as_usual(folder):
+    usual, seen = gc.get_threshold(), []
+    hook = sk.Hook("look", after_step=lambda run, step, state, metrics: seen.append(gc.get_threshold()))
+    garbage.collect_rarely()
+    assert gc.get_threshold() == garbage.RARELY
+    sk.train(task=dataclasses.replace(make_task(), hooks=[hook]), learning_rate=0.1, **SETTINGS | {"steps": 1})
+    assert seen == [usual] == [gc.get_threshold()]
 
 
 def test_settings_replace_those_of_a_config(folder):

@@ -37,7 +37,6 @@ from spmdkit.foundation.constants import MAX_FAKE_DEVICES, fake_devices
 from spmdkit.foundation.formatting import nearest
 from spmdkit.mesh.chips import CHIPS, GPU_MACHINES, TPU_PRODUCTS, Chip, chip_of_device_kind
 from spmdkit.plan.machine.gpu_devices import gpu_devices, is_compiler_process, is_installed
-from spmdkit.plan.machine.machine_file import read_machine
 from spmdkit.program.memory import memory_limit
 
 _FORMS = (
@@ -108,7 +107,13 @@ def parse_target(text: str) -> Target:
     Raises:
         ConfigError: an unknown form, chip or topology; the message lists the valid ones.
     """
-    if (described := read_machine(text.strip())) is not None:
+    if ".yaml" in text or ".yml" in text:
+        from spmdkit.plan.machine.machine_file import read_machine  # pydantic takes 50 ms to build its sections
+
+        described = read_machine(text.strip())
+    else:
+        described = None
+    if described is not None:
         chip, shape = described
         parsed = (_parse_tpu if chip.kind == "tpu" else _parse_gpu)(text.strip(), chip, shape)
         return replace(parsed, name=text.strip())
