@@ -116,7 +116,9 @@ VERIFY_JOB_S = 600.0  # for a process of `verify`
 
 # ---- parameter server and Horovod ----
 SERVER_POLL_S = 0.05  # between two polls of the servers
-SERVER_WORKERS_S = 60.0  # for the workers to start: on a cluster they may wait for a machine
+SERVER_WORKERS_S = 60.0  # for the workers to start: training begins without those that have not
+SERVER_START_S = 600.0  # for the servers and the first worker: on a cluster they may wait for a machine
+RAY_REGISTER_S = 300  # for a process that Ray has started to connect to it: Ray kills it then, after 60 s by default
 ACTOR_REPLY_S = 120.0  # for the result of a remote call; then the call is lost and repeated
 RAY_CONNECT_S = 10.0  # to a Ray cluster: Ray itself tries for minutes (2.60)
 TRANSPORT_RETRY_S = 0.05  # between two attempts of a call to an unreachable server

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit.config import Config, parse_config
-from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.errors import ConfigError, RendezvousError, UserCodeError
 from spmdkit.foundation.timeouts import ACTOR_REPLY_S, RAY_CONNECT_S
 from spmdkit.parameter_server.ray_local import LocalRay
 from spmdkit.parameter_server.transport import Endpoint, Unavailable, WorkerExit, WorkerHandle
@@ -110,7 +110,8 @@ class RayEndpoint:
 
     def call_async(self, method: str, *args: Any) -> Callable[[], Any]:
         ray = import_ray()
-        lost = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError)
+        errors = ray.exceptions
+        lost = (errors.RayActorError, errors.GetTimeoutError, errors.ObjectLostError, errors.OutOfMemoryError)
         try:
             reference, why = self.handle.call.remote(method, *args), ""
         except ray.exceptions.RayActorError as error:
@@ -125,6 +126,11 @@ class RayEndpoint:
                 raise Unavailable(first_line(error)) from None
             except ray.exceptions.RayTaskError as error:
                 raise UserCodeError(f"a parameter server raised: {error.cause or first_line(error)}") from error
+            except ray.exceptions.RayError as error:
+                raise RendezvousError(
+                    f"Ray cannot run a parameter server ({' '.join(str(error).split())[:500]}). Check the memory and the "
+                    "load of its machines, and start the same command again."
+                ) from error
 
         return response
 
@@ -195,6 +201,13 @@ class Actors:
         servers = [endpoint.handle for endpoint in endpoints if isinstance(endpoint, RayEndpoint)]
         self._handles.append(handle)
         return RayWorker(handle, self._values, self._source, number, incarnation, servers)
+
+    def why_waiting(self) -> str:
+        if self._local is not None:
+            return self._local.newest_error() or "this machine is busy, or has no memory left"
+        ray = import_ray()
+        free, total = (found().get("CPU", 0) for found in (ray.available_resources, ray.cluster_resources))
+        return f"{free:g} of the {total:g} CPUs of the Ray cluster are free, and a worker needs one"
 
     def close(self) -> None:
         ray = import_ray()

@@ -20,7 +20,7 @@ import numpy as np
 
 from spmdkit import errors
 from spmdkit.foundation.deadline import Deadline
-from spmdkit.foundation.timeouts import SERVER_POLL_S
+from spmdkit.foundation.timeouts import SERVER_POLL_S, SERVER_START_S
 from spmdkit.parameter_server.completed_batches import redistribute
 from spmdkit.parameter_server.partition import Arrays, joined, shard, to_arrays
 from spmdkit.parameter_server.transport import Endpoint, Transport, Unavailable, WorkerExit, WorkerHandle, call
@@ -86,6 +86,7 @@ class Coordinator:
         self._progress: dict[int, int] = {}
         self._like: Any = None  # a state of the same structure
         self._give_up = give_up
+        self._start_by, self._has_started = Deadline(SERVER_START_S), False
 
     def install(self) -> int:
         """Installs the initial state on all servers, under a new generation, and returns its number of updates."""
@@ -126,15 +127,36 @@ class Coordinator:
     def start(self) -> list[Event]:
         return [self._start(number) for number in self._incarnations]
 
-    def wait_for_workers(self, longest_s: float) -> None:
+    def wait_for_workers(self, longest_s: float) -> list[int]:
         """Waits until all workers are ready to compute, so that no worker starts far ahead of another. Returns after at
-        most `longest_s`, or when a worker has exited."""
+        most `longest_s`, or when a worker has exited, the workers whose process has not started.
+
+        Raises: RendezvousError if a server does not start.
+        """
+        stop: Callable[[], bool] = lambda: self._give_up() or self._start_by.expired
+        for number, endpoint in enumerate(self.endpoints):
+            try:
+                call(endpoint, "status", sys.maxsize, give_up=stop)
+            except Unavailable as error:
+                if self._give_up():
+                    raise
+                raise self._not_started(f"server {number} has not") from error
         for _ in Deadline(longest_s).polls(SERVER_POLL_S):
             if self._give_up():
-                return
+                return []
             ready = self._call(self.endpoints[0], "status", sys.maxsize)["here"]
             if len(ready) == len(self._running) or any(running.ended() for running in self._running.values()):
-                return
+                return []
+        return [number for number, running in self._running.items() if not running.where]
+
+    def why_waiting(self) -> str:
+        return self._transport.why_waiting()
+
+    def _not_started(self, which: str) -> errors.RendezvousError:
+        return errors.RendezvousError(
+            f"{which} started within {SERVER_START_S:.0f} s: {self.why_waiting()}. Start the same command again on "
+            "machines with free processors and memory, or use sync.parameter_server.transport=threads."
+        )
 
     def _start(self, number: int) -> Event:
         incarnation = self._incarnations[number]
@@ -158,17 +180,21 @@ class Coordinator:
             self._call(self.endpoints[0], "reassign", last)
 
     def watch(self) -> WorkerStats:
-        """Returns the new events, and replaces failed processes. Raises the permanent error of a worker."""
+        """Returns the new events, and replaces failed processes. Raises the permanent error of a worker, and
+        RendezvousError if no worker starts."""
         stats = WorkerStats()
         if not self._poll_servers(stats):
             return stats
         for number, running in list(self._running.items()):
             if number not in self._located and (where := running.where):
                 self._located.add(number)
+                self._has_started = True
                 life = self._incarnations[number]
                 stats.events.append(note("worker_running", worker=number, incarnation=life, where=where))
             if (ended := running.ended()) is not None and ended.status != "done":
                 self._replace(number, ended, stats)
+        if not self._has_started and self._start_by.expired:
+            raise self._not_started("no worker has")
         return stats
 
     def _poll_servers(self, stats: WorkerStats) -> bool:

@@ -4,6 +4,9 @@ when the run ends, even if the driver is killed.
 - `address="local"`: a killed Ray leaves an address file. Any other start would try to join the dead cluster.
 - Token: Ray requires one by default, and stores it in a file that all users of the machine can read. Here it is a file
   of the run with mode 0600.
+- Start of processes: by default `ray.init` waits until one idle process per CPU has started. If one takes more than 60 s,
+  Ray kills it and `ray.init` never returns (github.com/ray-project/ray/issues/40131). Here processes start on demand, and
+  have `RAY_REGISTER_S` to do so on a busy machine.
 - Loopback: Ray replaces 127.0.0.1 by the host's address. The function that does this is disabled during the start, so
   GCS and raylet listen on 127.0.0.1.
 - Shutdown: when the driver is killed, Ray's actors and raylet exit within 10 s, and two agents within 90 s. A small
@@ -28,12 +31,16 @@ from typing import Any
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
+from spmdkit.foundation.timeouts import RAY_REGISTER_S
 
 MARK = "SPMDKIT_PARAMETER_SERVER"
 TOKEN = secrets.token_hex(32)
 """One token for all runs of a process. Ray reads it once, at import, so its variables are set before."""
 MIN_STORE, MAX_STORE = 128 * 2**20, 16 * 2**30
 """Size of the object store in bytes."""
+SETTINGS = {"prestart_worker_first_driver": False, "worker_register_timeout_seconds": RAY_REGISTER_S}
+"""Internal settings of Ray (ray_config_def.h)."""
+ATTEMPTS = 3
 
 GUARD = """
 import os, shutil, signal, sys, time
@@ -85,7 +92,22 @@ class LocalRay:
         self._folder = ""
 
     def start(self) -> None:
-        """Starts Ray and connects this process. Raises ConfigError if Ray does not start."""
+        """Starts Ray and connects this process. Raises ConfigError if Ray does not start in `ATTEMPTS` attempts: on a
+        busy machine one may exceed Ray's fixed limit of 30 s (ray/_private/node.py)."""
+        for last in range(1, ATTEMPTS + 1):
+            try:
+                self._start()
+                return
+            except Exception as error:
+                self.close()
+                if last == ATTEMPTS:
+                    raise ConfigError(
+                        f"Ray did not start on this machine ({type(error).__name__}: {str(error)[:300]}). Look at its load "
+                        "and at the memory of /dev/shm, or run without Ray: sync: parameter_server with transport: "
+                        "threads, spmdkit launch without --on."
+                    ) from error
+
+    def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path must be short
         files.replace(self._token, TOKEN.encode(), mode=0o600)
         arguments = [MARK, self._mark, self._folder, str(self._token), str(os.getpid())]
@@ -100,15 +122,7 @@ class LocalRay:
         }
         self._before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
-        try:
-            self._init()
-        except Exception as error:
-            self.close()
-            raise ConfigError(
-                f"Ray did not start on this machine ({type(error).__name__}: {str(error)[:300]}). Look at the memory "
-                "of /dev/shm, or run without Ray: sync: parameter_server with transport: threads, spmdkit launch "
-                "without --on."
-            ) from error
+        self._init()
 
     def _init(self) -> None:
         import ray
@@ -130,9 +144,16 @@ class LocalRay:
                     logging_level="ERROR",
                     _temp_dir=self._folder,
                     _node_ip_address="127.0.0.1",
+                    _system_config=SETTINGS,
                 )
         finally:
             services.resolve_ip_for_localhost = resolve
+
+    def newest_error(self) -> str:
+        """Returns the newest error of the raylet, which starts the processes; an empty string without one."""
+        log = Path(self._folder, "session_latest", "logs", "raylet.out")
+        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        return next((line.partition("] ")[2] for line in reversed(lines) if " E " in line.partition("]")[0]), "")
 
     def close(self) -> None:
         """Terminates all remaining processes. May be called twice."""

@@ -81,6 +81,9 @@ class Threads:
         self.workers.append(Thread(lambda stopped: self._make_worker(number, incarnation, endpoints, stopped)))
         return self.workers[-1]
 
+    def why_waiting(self) -> str:
+        return "its thread does not respond"
+
     def close(self) -> None:
         for worker in self.workers:
             worker.stop()

@@ -157,7 +157,9 @@ class _Monitor:
         run.events.write("roles", step=run.step, coordinator=run.cluster.process_index, **counts)
         with phase.during("servers"):
             self._report(coordinator.start())
-            coordinator.wait_for_workers(SERVER_WORKERS_S)
+            for number in coordinator.wait_for_workers(SERVER_WORKERS_S):
+                why = coordinator.why_waiting()
+                run.message(f"worker {number} has not started after {SERVER_WORKERS_S:.0f} s: {why}")
             coordinator.install()
         while True:
             if self._is_stopping():

@@ -53,6 +53,9 @@ class Transport(Protocol):
     def worker(self, number: int, incarnation: int, endpoints: Sequence[Endpoint]) -> WorkerHandle:
         """Starts and returns a worker."""
 
+    def why_waiting(self) -> str:
+        """Returns the probable reason why a server or a worker has not started."""
+
     def close(self) -> None:
         """Stops all started processes. May be called twice."""
 

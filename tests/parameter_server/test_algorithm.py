@@ -14,6 +14,8 @@ import optax
 import pytest
 
 import spmdkit as sk
+from spmdkit.errors import RendezvousError
+from spmdkit.foundation.deadline import Deadline
 from spmdkit.parameter_server.coordinator import MAX_FAILURES
 from spmdkit.parameter_server.messages import Rules
 from tests.support.parameter_servers import MAX_RECORDS, Counting, Job, Killed, of_task, relative
@@ -183,3 +185,40 @@ def test_worker_that_always_dies_ends_the_run():
     job = Job(Rules(10), gradient_fn=lambda number: Dies())
     with pytest.raises(sk.SpmdkitError, match="worker 0 has died 3 times in a row before one of its gradients"):
         job.run()
+
+
+class Waits:
+    """A worker whose process never starts."""
+
+    where, ended = "", lambda self: None
+
+
+def test_run_ends_when_no_worker_starts(monkeypatch):
+    job = Job(Rules(10), workers=2)
+    monkeypatch.setattr(job.transport, "worker", lambda *args: Waits())
+    monkeypatch.setattr(job.transport, "why_waiting", lambda: "0 of the 2 CPUs of the Ray cluster are free")
+    job.coordinator.start()
+    assert job.coordinator.wait_for_workers(0.1) == [0, 1]
+    job.coordinator.install()
+    assert not job.coordinator.watch().events
+    monkeypatch.setattr(job.coordinator, "_start_by", Deadline(0))
+    with pytest.raises(RendezvousError, match=r"no worker has started within 600 s: 0 of the 2 CPUs of the Ray cluster"):
+        job.coordinator.watch()
+
+
+def test_worker_that_started_is_not_late(monkeypatch):
+    job = Job(Rules(10))
+    job.coordinator.install()
+    job.coordinator.start()
+    assert job.coordinator.wait_for_workers(10) == [] and job.coordinator.watch().events
+    monkeypatch.setattr(job.coordinator, "_start_by", Deadline(0))
+    assert job.coordinator._start(0) and job.coordinator.watch()
+    job.transport.close()
+
+
+def test_run_ends_when_a_server_does_not_start(monkeypatch):
+    job = Job(Rules(10), servers=2)
+    monkeypatch.setattr(job.transport.servers[1], "call_async", lambda *args: job.transport.servers[1]._unavailable)
+    monkeypatch.setattr(job.coordinator, "_start_by", Deadline(0))
+    with pytest.raises(RendezvousError, match="server 1 has not started within 600 s"):
+        job.coordinator.wait_for_workers(0.1)

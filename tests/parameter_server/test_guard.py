@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from spmdkit.parameter_server.ray_local import GUARD, MARK
+from spmdkit.errors import ConfigError
+from spmdkit.parameter_server.ray_local import GUARD, MARK, LocalRay
 
 pytestmark = pytest.mark.processes
 
@@ -33,3 +35,24 @@ def test_marked_processes_end_with_their_driver(tmp_path):
         for process in (own, other, guard):
             process.kill()
             process.wait()
+
+
+def test_ray_that_does_not_start_is_started_again(tmp_path, monkeypatch):
+    """Ray gives up after 30 s, also on a machine that is only busy."""
+    folders, failures = [], 2
+
+    def init(local):
+        folders.append(Path(local._folder))
+        if len(folders) <= failures:
+            raise RuntimeError("timed out during startup")
+
+    monkeypatch.setattr(LocalRay, "_init", init)
+    ray = LocalRay(tmp_path, 1, 0)
+    ray.start()
+    assert [folder.is_dir() for folder in folders] == [False, False, True] and MARK in os.environ
+    ray.close()
+    assert not folders[2].is_dir() and not (tmp_path / "ray.token").exists() and MARK not in os.environ
+    failures = 6
+    with pytest.raises(ConfigError, match=r"did not start on this machine \(RuntimeError: timed out during startup"):
+        ray.start()
+    assert len(folders) == 6 and MARK not in os.environ
