@@ -128,8 +128,8 @@ class RayEndpoint:
                 raise UserCodeError(f"a parameter server raised: {error.cause or first_line(error)}") from error
             except ray.exceptions.RayError as error:
                 raise RendezvousError(
-                    f"Ray cannot run a parameter server ({' '.join(str(error).split())[:500]}). Check the memory and the "
-                    "load of its machines, and start the same command again."
+                    f"Ray cannot run a parameter server ({' '.join(str(error).split())[:500]}). Check the memory and "
+                    "the load of its machines, and start the same command again."
                 ) from error
 
         return response

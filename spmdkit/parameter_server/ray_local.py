@@ -4,9 +4,9 @@ when the run ends, even if the driver is killed.
 - `address="local"`: a killed Ray leaves an address file. Any other start would try to join the dead cluster.
 - Token: Ray requires one by default, and stores it in a file that all users of the machine can read. Here it is a file
   of the run with mode 0600.
-- Start of processes: by default `ray.init` waits until one idle process per CPU has started. If one takes more than 60 s,
-  Ray kills it and `ray.init` never returns (github.com/ray-project/ray/issues/40131). Here processes start on demand, and
-  have `RAY_REGISTER_S` to do so on a busy machine.
+- Start of processes: by default `ray.init` waits until one idle process per CPU has started. If one takes more than
+  60 s, Ray kills it and `ray.init` never returns (github.com/ray-project/ray/issues/40131). Here processes start on
+  demand, and have `RAY_REGISTER_S` to do so on a busy machine.
 - Loopback: Ray replaces 127.0.0.1 by the host's address. The function that does this is disabled during the start, so
   GCS and raylet listen on 127.0.0.1.
 - Shutdown: when the driver is killed, Ray's actors and raylet exit within 10 s, and two agents within 90 s. A small
@@ -102,9 +102,9 @@ class LocalRay:
                 self.close()
                 if last == ATTEMPTS:
                     raise ConfigError(
-                        f"Ray did not start on this machine ({type(error).__name__}: {str(error)[:300]}). Look at its load "
-                        "and at the memory of /dev/shm, or run without Ray: sync: parameter_server with transport: "
-                        "threads, spmdkit launch without --on."
+                        f"Ray did not start on this machine ({type(error).__name__}: {str(error)[:300]}). Look at its "
+                        "load and at the memory of /dev/shm, or run without Ray: sync: parameter_server with "
+                        "transport: threads, spmdkit launch without --on."
                     ) from error
 
     def _start(self) -> None:

@@ -202,7 +202,7 @@ def test_run_ends_when_no_worker_starts(monkeypatch):
     job.coordinator.install()
     assert not job.coordinator.watch().events
     monkeypatch.setattr(job.coordinator, "_start_by", Deadline(0))
-    with pytest.raises(RendezvousError, match=r"no worker has started within 600 s: 0 of the 2 CPUs of the Ray cluster"):
+    with pytest.raises(RendezvousError, match="no worker has started within 600 s: 0 of the 2 CPUs of the"):
         job.coordinator.watch()
 
 

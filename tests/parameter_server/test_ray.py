@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from spmdkit.checkpoint import read_state
-from spmdkit.errors import RendezvousError
-from spmdkit.parameter_server.actors import RayEndpoint
+from spmdkit.config import load_config
+from spmdkit.errors import ConfigError, RendezvousError
+from spmdkit.parameter_server.actors import Actors, RayEndpoint
 from spmdkit.parameter_server.transport import Unavailable
 from tests.support.counted_batches import NUM_EXAMPLES
-from tests.support.ray_runs import DIGITS, ROOT, Cluster, Driver, kill, pid_of, wait_for
+from tests.support.ray_runs import DIGITS, LINE, ROOT, Cluster, Driver, kill, pid_of, wait_for
 from tests.support.sockets import listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.processes]
@@ -149,7 +150,7 @@ def test_server_that_ray_cannot_start_ends_the_run(monkeypatch):
     ray = pytest.importorskip("ray")
     text = "worker startup repeatedly failed.\nFailed to startup worker after retrying 5 times."
     monkeypatch.setattr(ray, "get", Mock(side_effect=ray.exceptions.ActorUnschedulableError(text)))
-    with pytest.raises(RendezvousError, match=r"cannot run a parameter server \(The actor is not schedulable: .* 5 times"):
+    with pytest.raises(RendezvousError, match=r"run a parameter server \(The actor is not schedulable: .* 5 times"):
         RayEndpoint(Mock()).call_async("status")()
     monkeypatch.setattr(ray, "get", Mock(side_effect=ray.exceptions.OutOfMemoryError("killed")))
     with pytest.raises(Unavailable):
@@ -189,11 +190,13 @@ def test_existing_ray_cluster_is_used_by_address(start, cluster):
     assert cluster.runs() and not (driver.run / "ray.token").exists()
 
 
-def test_unreachable_ray_address_is_refused_immediately(start):
-    """Ray itself knocks there for minutes."""
+def test_unreachable_ray_address_is_refused_immediately(monkeypatch, tmp_path):
+    """Ray itself tries for minutes, so it is not asked."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "init", init := Mock())
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"  # bound, and no process listens
-        driver = start(f"sync={{parameter_server: {{workers: 2, address: '{address}'}}}}")
-        assert driver.ends(60) == 78
-    assert f"address is {address}, where no Ray cluster responds" in driver.said()
+        with pytest.raises(ConfigError, match=f"address is {address}, where no Ray cluster responds"):
+            Actors(load_config(LINE), tmp_path, address, 3, 0)
+    assert not init.called
