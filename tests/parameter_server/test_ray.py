@@ -2,6 +2,7 @@
 thorough`."""
 
 import random
+import re
 import signal
 import socket
 import time
@@ -62,7 +63,8 @@ def processes_of(driver):
 
 
 def test_line_example_trains_with_three_processes(start, monkeypatch):
-    """Ray kills each process that does not connect to it within a time, here immediately. A run has its own limit."""
+    """Ray kills each process that does not connect to it within a time, here immediately, and then waits forever for
+    those that it starts before the first call. A run sets another time, and starts none before."""
     monkeypatch.setenv("RAY_worker_register_timeout_seconds", "0")
     driver = start("steps=1000")
     processes_of(driver)
@@ -70,6 +72,9 @@ def test_line_example_trains_with_three_processes(start, monkeypatch):
     assert token.stat().st_mode & 0o777 == 0o600
     commands = driver.started()
     assert sum("ray::ServerActor" in text or "ray::WorkerActor" in text for text in commands.values()) >= 3, commands
+    (logs,) = {Path(found[1]) for text in commands.values() if (found := re.search(r"--log_dir=(/tmp/ray-\S+)", text))}
+    jobs = {path.name.split("-")[2] for path in logs.glob("worker-*.out")}
+    assert jobs and "f" * 8 not in jobs, "a process was started before the job"
     addresses = {address for address, _ in listening(commands)}
     assert addresses and all(address.is_loopback for address in addresses), addresses
     assert_trained(driver)
