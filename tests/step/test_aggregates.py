@@ -165,11 +165,16 @@ def check_steps(program, rows_of_step=lambda number: slice(None)):
 SHORT = {"data": {"drop_remainder": False}, "steps": 2}
 
 
+@functools.cache
+def program_with_short_batches(mesh, microbatches):
+    return program_of(task(), microbatches=microbatches, **SHORT, **MESHES[mesh])
+
+
 @pytest.mark.forms(1)
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", [4, 1])
 @pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 4 zero 2", "data 2 x fsdp 2 x tensor 2"])
 def test_aggregates_cover_all_rows_on_every_mesh(mesh, microbatches):
-    check_steps(program_of(task(), microbatches=microbatches, **SHORT, **MESHES[mesh]))
+    check_steps(program_with_short_batches(mesh, microbatches))
 
 
 def test_groups_report_aggregates_over_all_groups():
@@ -177,7 +182,7 @@ def test_groups_report_aggregates_over_all_groups():
 
 
 def test_parts_are_gathered_once_after_last_microbatch():
-    program = program_of(task(), mesh={"data": 8}, microbatches=4, **SHORT)
+    program = program_with_short_batches("data 8", 4)
     gathers = [c for c in read_bill(parse(program.compiled.as_text()), program.sizes).collectives if "gather" in c.op]
     assert gathers and not any(c.in_loop for c in gathers)
     parts = (1 + 1 + 1 + 1) + (8 + 1)  # with `some` of each
@@ -200,7 +205,7 @@ def test_user_steps_return_metrics_over_all_rows():
 
     for view, step in (("global", global_step), ("replica", replica_step)):
         own = dataclasses.replace(task(), train_step=step, view=view, loss_fn=None, eval_data=None)
-        program = program_of(own, mesh={"data": 8}, **SHORT)
+        program = program_of(own, mesh={"data": 8}, steps=1)
         state = program.init()
         params = jax.device_get(state.params)
         for _, batch in program.batches(stop=1):
@@ -250,27 +255,34 @@ VALUES = np.arange(12, dtype=np.float32).reshape(4, 3) - 20
 
 
 def test_padding_and_where_leave_rows_out():
+    def values():
+        with sk.examples(4, mask=jnp.array([True, True, False, False])):
+            where = np.array([True, False, True, True])
+            parts = sk.sum(VALUES), sk.max(VALUES), sk.max(VALUES, where=where), sk.bincount(np.array([0, 1, 1, 1]), 3)
+        nan = sk.max(np.array([1.0, np.nan])).merge(sk.max(2.0))
+        return [part.value for part in (*parts, sk.max(VALUES, where=np.zeros(4, bool)), nan)]
+
+    total, largest, largest_where, counts, of_none, nan = jax.jit(values)()
+    assert (total, largest, largest_where) == (VALUES[:2].sum(), VALUES[1, 2], VALUES[0, 2])
+    assert counts.tolist() == [1, 1, 0] and of_none == -np.inf and np.isnan(nan)
     with sk.examples(4, mask=jnp.array([True, True, False, False])):
-        assert float(sk.sum(VALUES).value) == VALUES[:2].sum()
-        assert float(sk.max(VALUES).value) == VALUES[1, 2]
-        assert float(sk.max(VALUES, where=np.array([True, False, True, True])).value) == VALUES[0, 2]
-        assert sk.bincount(np.array([0, 1, 1, 1]), 3).value.tolist() == [1, 1, 0]
         with pytest.raises(ConfigError, match=r"sk\.max got values of shape \(3, 4\).*padding"):
             sk.max(VALUES.T)
-    assert float(sk.max(VALUES, where=np.zeros(4, bool)).value) == -np.inf
-    assert np.isnan(float(sk.max(np.array([1.0, np.nan])).merge(sk.max(2.0)).value))
 
 
 def test_indices_outside_are_not_counted():
-    assert sk.bincount(np.array([-1, 0, 2, 3]), 3).value.tolist() == [1, 0, 1]
-    assert sk.bincount(np.array([[0, 1], [1, 1]]), 2).value.tolist() == [1, 3]
+    counts = jax.jit(lambda: [sk.bincount(np.array([-1, 0, 2, 3]), 3), sk.bincount(np.array([[0, 1], [1, 1]]), 2)])()
+    assert [part.value.tolist() for part in counts] == [[1, 0, 1], [1, 3]]
 
 
 def test_parts_merge():
-    for fn in (sk.sum, sk.max):
-        assert float(fn(VALUES[:1]).merge(fn(VALUES[1:])).value) == float(fn(VALUES).value)
-    parts = sk.bincount(np.array([0, 1]), 2).merge(sk.bincount(np.array([1]), 2))
-    assert parts.value.tolist() == [1, 2]
+    @jax.jit
+    def merged():
+        halves = [fn(VALUES[:1]).merge(fn(VALUES[1:])) for fn in (sk.sum, sk.max)]
+        return halves, sk.bincount(np.array([0, 1]), 2).merge(sk.bincount(np.array([1]), 2))
+
+    (total, largest), counts = merged()
+    assert total.value == VALUES.sum() and largest.value == VALUES.max() and counts.value.tolist() == [1, 2]
 
 
 def test_counts_take_integers_one_array_for_each_dim():

@@ -61,7 +61,7 @@ def test_gpt_in_row_parts_equals_one_device(monkeypatch):
 
 def test_gradient_loss_and_update_match_manual_computation():
     assert_same_run(one_device("regression", 4), one_device("regression", 1))
-    task = regression()
+    task = regression(num_eval=0)
     program = program_of(task, **MESHES["data 2 x fsdp 2 x tensor 2"], microbatches=4, data={"shuffle": False})
     state = program.init()
     batch = {name: x[:BATCH] for name, x in task.train_data.items()}
@@ -78,7 +78,7 @@ def test_random_init_is_bitwise_equal_on_every_mesh():
         keys = jax.random.split(key)
         return {"w": jax.random.normal(keys[0], (16, 8)), "b": jax.random.uniform(keys[1], (8,))}
 
-    task = dataclasses.replace(regression(), init=init)
+    task = dataclasses.replace(regression(num_eval=0), init=init)
     program = program_of(task)
     one = jax.device_get(program.init())
     many = jax.device_get(program_of(task, **MESHES["data 2 x fsdp 2 x tensor 2"]).init())
@@ -94,7 +94,7 @@ def test_random_init_is_bitwise_equal_on_every_mesh():
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("mesh", ["data 8", "fsdp 8 zero 2", "data 2 x fsdp 2 x tensor 2"])
 def test_short_last_batch_counts_only_its_examples(mesh, microbatches):
-    task = regression(num_examples=37)  # 32 and 5: most replicas hold nothing but padding in the second step
+    task = regression(num_examples=37, num_eval=0)  # 32 and 5: most replicas hold nothing but padding in the second step
     settings = {"data": {"drop_remainder": False, "shuffle": False}}
     program = program_of(task, microbatches=microbatches, **settings, **MESHES[mesh])
     state = program.init()
@@ -154,7 +154,7 @@ def test_precision_mapping_sets_each_dtype():
         return regression_loss(params, batch, key)
 
     precision = {"compute": "float32", "params": "bfloat16", "reduction": "bfloat16"}
-    task = dataclasses.replace(regression(), loss_fn=loss_fn, optimizer=keep_gradient(optax.adam(1e-2)))
+    task = dataclasses.replace(regression(num_eval=0), loss_fn=loss_fn, optimizer=keep_gradient(optax.adam(1e-2)))
     program = program_of(task, precision=precision, mesh={"data": 8})
     run = train(program, evaluate=False, steps=2)
     assert any("psum" in line and "bf16[16,8]" in line for line in str(program.traced.jaxpr).splitlines())
@@ -181,7 +181,7 @@ def test_offloaded_state_gives_the_same_numbers(mesh, offload):
 @pytest.mark.parametrize("mesh", ["data 8", "fsdp 8 zero 2", "data 2 x fsdp 2 x tensor 2"])
 def test_clipping_uses_the_global_norm(mesh):
     """SGD with rate one moves the parameters by exactly the clipped gradient."""
-    task = dataclasses.replace(regression(), optimizer=keep_gradient(optax.sgd(1.0)))
+    task = dataclasses.replace(regression(num_eval=0), optimizer=keep_gradient(optax.sgd(1.0)))
     program = program_of(task, clip_norm=0.5, microbatches=4, **MESHES[mesh])
     before = program.init()
     start = jax.device_get(before.params)

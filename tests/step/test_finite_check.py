@@ -26,6 +26,11 @@ MESHES = {
 }
 
 
+@functools.cache
+def linear():
+    return regression(num_eval=0)
+
+
 def batch_of(seed, *, bad_row=None, value=np.nan, key="x"):
     """Returns a batch on the host; one number of one row of `key` may not be finite."""
     batch = regression_data(BATCH, seed)
@@ -64,7 +69,7 @@ def changed(before, after):
 @pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_skipped_step_changes_only_the_step_number(mesh):
-    program = program_of(regression(), on_nonfinite="skip", **MESHES[mesh])
+    program = program_of(linear(), on_nonfinite="skip", **MESHES[mesh])
     states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29), batch_of(3))
     assert codes == [0, finite_check.LOSS | finite_check.GRADIENT | finite_check.METRICS, 0]
     assert changed(states[0], states[1]) == ["step"] and states[1]["step"] == 2
@@ -77,7 +82,7 @@ def test_skipped_step_changes_only_the_step_number(mesh):
 )
 def test_non_finite_gradients_are_seen_by_default(mesh, value):
     """The gradient alone: the loss is bounded."""
-    program = program_of(dataclasses.replace(regression(), loss_fn=bounded_loss), **MESHES[mesh])
+    program = program_of(dataclasses.replace(linear(), loss_fn=bounded_loss), **MESHES[mesh])
     _, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29, value=value))
     assert codes[0] == 0 and codes[1] & finite_check.GRADIENT
 
@@ -85,7 +90,7 @@ def test_non_finite_gradients_are_seen_by_default(mesh, value):
 def test_all_devices_skip_if_one_is_non_finite():
     """tanh of infinity is one and its slope zero: the loss is finite, and of the gradient only the row of that feature
     is not."""
-    task = dataclasses.replace(regression(), loss_fn=bounded_loss)
+    task = dataclasses.replace(linear(), loss_fn=bounded_loss)
     program = program_of(task, on_nonfinite="skip", **MESHES["fsdp 8 zero 3"])
     states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29, value=np.inf))
     assert codes == [0, finite_check.GRADIENT] and changed(states[0], states[1]) == ["step"]
@@ -96,7 +101,7 @@ def test_a_per_replica_step_is_guarded_too():
         (loss, metrics), grads = sk.value_and_grad(regression_loss)(state.params, batch, state.key)
         return state.apply_gradients(grads), {"loss": loss, **metrics}
 
-    task = dataclasses.replace(regression(), train_step=step, view="replica", rules=())
+    task = dataclasses.replace(linear(), train_step=step, view="replica", rules=())
     for policy in ("skip", "stop"):
         program = program_of(task, mesh={"data": 4}, on_nonfinite=policy)
         states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29))
@@ -107,7 +112,7 @@ def test_a_per_replica_step_is_guarded_too():
 @pytest.mark.forms(1)
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"replica": 2, "fsdp": 2}], ids=str)
 def test_only_the_group_with_bad_rows_skips(mesh):
-    program = program_of(regression(), mesh=mesh, sync={"local_sgd": {"every": 8}}, on_nonfinite="skip")
+    program = program_of(linear(), mesh=mesh, sync={"local_sgd": {"every": 8}}, on_nonfinite="skip")
     states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29))
     assert codes == [0, 7]
     first, second = (states[i]["params/w"] for i in (0, 1))
@@ -123,7 +128,7 @@ def test_gradient_inside_user_loop_is_checked_by_parameters():
         )
         return new, {"loss": jnp.zeros(())}
 
-    program = program_of(dataclasses.replace(regression(), train_step=step), mesh={"data": 2}, on_nonfinite="skip")
+    program = program_of(dataclasses.replace(linear(), train_step=step), mesh={"data": 2}, on_nonfinite="skip")
     states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29))
     assert codes == [0, finite_check.GRADIENT] and changed(states[0], states[1]) == ["step"]
     assert program.gradient_norm() is None
@@ -140,7 +145,7 @@ def forced_step(state, batch):
 
 def test_bad_row_equals_forced_skip_bitwise():
     optimizer = optax.adam(0.01)
-    task = dataclasses.replace(regression(), train_step=forced_step, optimizer=keep_gradient(optimizer))
+    task = dataclasses.replace(linear(), train_step=forced_step, optimizer=keep_gradient(optimizer))
     task = dataclasses.replace(
         task, train_data=task.train_data | {"force": np.zeros(len(task.train_data["x"]), np.float32)}
     )
@@ -188,11 +193,12 @@ def test_single_non_finite_value_is_found_in_arrays(platform):
     assert squares(np.full(3, 1 + 2j, np.complex64)) == 15
 
 
+@pytest.mark.forms(9)
 @pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.5}, {"on_nonfinite": "skip"}], ids=str)
 @pytest.mark.parametrize("mesh", [{}, *MESHES], ids=str)
 def test_gradient_norm_is_that_of_one_device(mesh, settings):
     placed = MESHES[mesh] if mesh else {}
-    program = program_of(regression(), batch_size=BATCH, **placed, **settings)
+    program = program_of(linear(), batch_size=BATCH, **placed, **settings)
     state = program.init()
     for seed in (0, 1):
         expected = norm_of_rows(jax.device_get(state.params), batch_of(seed))
@@ -200,13 +206,14 @@ def test_gradient_norm_is_that_of_one_device(mesh, settings):
         np.testing.assert_allclose(program.gradient_norm(), expected, rtol=1e-2 if "reducer" in placed else 1e-5)
 
 
+@jax.jit
 def norm_of_rows(params, batch):
     return optax.tree.norm(jax.grad(lambda p: regression_loss(p, batch, None)[0].value)(params))
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"replica": 2, "fsdp": 2}], ids=str)
 def test_gradient_norm_of_groups_is_their_mean(mesh):
-    program = program_of(regression(), mesh=mesh, batch_size=BATCH, sync={"local_sgd": {"every": 8}})
+    program = program_of(linear(), mesh=mesh, batch_size=BATCH, sync={"local_sgd": {"every": 8}})
     state, batch = program.init(), batch_of(1)
     params = jax.tree.map(lambda x: x[0], jax.device_get(state.params))
     program.step(state, batch)
@@ -220,7 +227,7 @@ def test_gradient_norm_of_a_per_replica_step():
         (loss, metrics), grads = sk.value_and_grad(regression_loss)(state.params, batch, state.key)
         return state.apply_gradients(grads), {"loss": loss, **metrics}
 
-    task = dataclasses.replace(regression(), train_step=step, view="replica", rules=())
+    task = dataclasses.replace(linear(), train_step=step, view="replica", rules=())
     program = program_of(task, mesh={"data": 4}, batch_size=BATCH)
     state = program.init()
     expected = norm_of_rows(jax.device_get(state.params), batch_of(1))

@@ -20,7 +20,7 @@ from tests.support.core_runs import assert_close
 MESHES = {"one": {}, "data": {"data": 4}, "fsdp": {"data": 2, "fsdp": 2}}
 X = np.linspace(-1, 1, 128, dtype=np.float32).reshape(32, 4)
 DATA = {"x": X, "y": X.sum(1)}
-GRAPH = nnx.split(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))[0]
+GRAPH = nnx.graphdef(nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0))))
 OTHER = Mesh(np.array(jax.devices()[4:8]), ("dp",))
 PLACED = {
     "in_shardings": (NamedSharding(OTHER, PartitionSpec()), NamedSharding(OTHER, PartitionSpec("dp"))),

@@ -65,13 +65,14 @@ def cnn(short_batches=False):
 
 @functools.cache
 def regression(num_examples=240, num_eval=50):
-    """Returns linear regression from 16 features to 8 targets, with a weight per example and an L2 term."""
+    """Returns linear regression from 16 features to 8 targets, with a weight per example and an L2 term; for `num_eval`
+    0 without an evaluation, which is traced with each program."""
     return sk.Task(
         init=lambda key: {"w": jnp.full((16, 8), 0.1), "b": jnp.zeros(8)},
         loss_fn=regression_loss,
         optimizer=keep_gradient(optax.sgd(0.05)),
         train_data=regression_data(num_examples, 0),
-        eval_data=regression_data(num_eval, 1),
+        eval_data=regression_data(num_eval, 1) if num_eval else None,
         rules=[("w", ["embed", "mlp"])],
     )
 
