@@ -62,7 +62,7 @@ def task_of(name, masked, **more):
 
 def plain(name, masked):
     loss = lambda p, b: (jnp.mean(errors(name, p, b), where=b["keep"] if masked else None), {})
-    return by_hand(loss, init(jax.random.key(0)), DATA, optax.sgd(0.1))
+    return by_hand(loss, jax.jit(init)(jax.random.key(0)), DATA, optax.sgd(0.1))
 
 
 CASES = [(name, masked, mesh, num) for name in RULES for masked in (True, False) for mesh in MESHES for num in (1, 2)]

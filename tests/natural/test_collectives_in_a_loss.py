@@ -91,4 +91,4 @@ def plain(params, rows):
 def test_loss_with_own_collectives_equals_one_device(mesh):
     task = sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=DATA)
     _, run = train(task, mesh)
-    assert_same_run(run, by_hand(plain, init(jax.random.key(0)), DATA, optax.sgd(0.1)))
+    assert_same_run(run, by_hand(plain, jax.jit(init)(jax.random.key(0)), DATA, optax.sgd(0.1)))

@@ -106,7 +106,7 @@ GEOMETRIES = [
 @pytest.mark.forms(2)
 @pytest.mark.parametrize("names", LAYOUTS)
 def test_products_equal_the_convolution(names):
-    rng = np.random.default_rng(0)
+    rng, forms, operands = np.random.default_rng(0), [], []
     for geometry, (features, rows), kernel in itertools.product(
         GEOMETRIES, [(1, 1), (2, 1), (1, 3)], [(1, 1), (3, 2), (6, 4)]
     ):
@@ -118,6 +118,12 @@ def test_products_equal_the_convolution(names):
             "dimension_numbers": numbers, "feature_group_count": features, "batch_group_count": rows,
             "precision": None, "preferred_element_type": None,
         }  # fmt: skip
-        rhs = rhs.astype(np.float32)
-        products, convolve = (functools.partial(f, **params) for f in (as_products, lax.conv_general_dilated))
-        np.testing.assert_allclose(jax.jit(products)(lhs, rhs), jax.jit(jax.vmap(convolve))(lhs, rhs), atol=2e-5)
+        forms.append([functools.partial(f, **params) for f in (as_products, lax.conv_general_dilated)])
+        operands.append((lhs, rhs.astype(np.float32)))
+
+    @jax.jit
+    def both(operands):
+        return [(f(*x), jax.vmap(convolve)(*x)) for (f, convolve), x in zip(forms, operands, strict=True)]
+
+    for products, convolved in both(operands):
+        np.testing.assert_allclose(products, convolved, atol=2e-5)

@@ -1,5 +1,6 @@
 """Optimizers that train other parameters than they evaluate: schedule-free ones, lookahead, and those of the user."""
 
+import functools
 import json
 
 import jax
@@ -59,19 +60,29 @@ OPTIMIZERS = {
 }
 
 
+@functools.cache
 def by_hand(name):
     """Returns (parameters after the last step, the parameters to evaluate, their loss over all rows) in plain JAX."""
     optimizer, evaluated = OPTIMIZERS[name]
-    params = (pair if name == "lookahead" else init)(jax.random.key(0))
-    state = optimizer.init(params)
+
+    @jax.jit
+    def start():
+        params = (pair if name == "lookahead" else init)(jax.random.key(0))
+        return params, optimizer.init(params)
+
+    @jax.jit
+    def stepped(params, state, batch):
+        of_loss = params.fast if name == "lookahead" else params
+        updates, state = optimizer.update(jax.grad(lambda p: losses(p, batch).mean())(of_loss), state, params)
+        params = optax.apply_updates(params, updates)
+        chosen = evaluated(state, params)
+        return params, state, chosen, losses(chosen, DATA).mean()
+
+    params, state = start()
     for step in range(STEPS):
         batch = jax.tree.map(lambda x: x[step * BATCH : (step + 1) * BATCH], DATA)  # noqa: B023 - used immediately
-        of_loss = params.fast if name == "lookahead" else params
-        grads = jax.grad(lambda p: losses(p, batch).mean())(of_loss)  # noqa: B023
-        updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    chosen = evaluated(state, params)
-    return params, chosen, float(losses(chosen, DATA).mean())
+        params, state, chosen, loss = stepped(params, state, batch)
+    return params, chosen, float(loss)
 
 
 def task_of(name, **more):

@@ -121,7 +121,7 @@ def reference():
         means = {name: x.mean() for name, x in losses_of(params, rows).items()}
         return sum(means.values()), means
 
-    return by_hand(loss, init(jax.random.key(0)), DATA, optax.sgd(0.05))
+    return by_hand(loss, jax.jit(init)(jax.random.key(0)), DATA, optax.sgd(0.05))
 
 
 def task(mesh):
@@ -210,6 +210,6 @@ def test_dividing_by_global_statistics_is_accepted(mesh):
         init, train_step=train_step, view="replica", optimizer=keep_gradient(optax.sgd(0.05)), train_data=DATA
     )
     loss = lambda w, rows: (normalised(w, rows, lambda x: x), {})
-    right = by_hand(loss, init(jax.random.key(0)), DATA, optax.sgd(0.05))
+    right = by_hand(loss, jax.jit(init)(jax.random.key(0)), DATA, optax.sgd(0.05))
     _, run = train(task, mesh)
     assert_same_run(run, right)

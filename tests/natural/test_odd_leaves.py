@@ -47,6 +47,7 @@ def loss_fn(params, state, rows, key):
     return sk.mean(losses_of(params, rows)), {}, new_state(state, params, rows)
 
 
+@jax.jit
 def by_hand():
     params, state = init(jax.random.key(0))
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)

@@ -49,7 +49,7 @@ def train_step(state, batch):
 
 @functools.cache
 def reference():
-    params = init(jax.random.key(0))
+    params = jax.jit(init)(jax.random.key(0))
     losses = []
     for step in range(STEPS):
         rows, (g, d) = DATA[step * BATCH : (step + 1) * BATCH], (params["generator"], params["critic"])

@@ -32,10 +32,11 @@ def train_step(state, batch):
 
 
 def by_hand():
-    params, losses = init(jax.random.key(0)), []
+    of = lambda params, key: residual(params, key, jnp.arange(NUM, dtype=jnp.int32)).mean()
+    value_and_grad = jax.jit(jax.value_and_grad(of))
+    params, losses = jax.jit(init)(jax.random.key(0)), []
     for step in range(STEPS):
-        of = lambda p: residual(p, step_key(step), jnp.arange(NUM, dtype=jnp.int32)).mean()  # noqa: B023 - used at once
-        loss, grads = jax.value_and_grad(of)(params)
+        loss, grads = value_and_grad(params, step_key(step))
         params, losses = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), [*losses, float(loss)]
     return params, losses
 

@@ -76,6 +76,7 @@ def task(fn=loss_fn, state=start, state_reduction=STATE_REDUCTION, **changes):
     return sk.Task(init, fn, keep_gradient(optax.sgd(0.1)), train_data=DATA, state_reduction=state_reduction, **changes)
 
 
+@jax.jit
 def expected():
     """Returns the state of one device, where the largest of all replicas is its own."""
     one = jax.vmap(jax.vmap(new_state, axis_name="data"), axis_name="replica")

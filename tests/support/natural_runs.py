@@ -73,16 +73,20 @@ def train(task, mesh="one device", **settings):
 
 def by_hand(loss_fn, params, data, optimizer, steps=STEPS):
     """Returns the `Run` of plain JAX: `loss_fn(params, batch) -> (loss, metrics)` over the batches in order."""
-    gradient_of = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
-    opt_state, losses, metrics, first = optimizer.init(params), [], [], None
+
+    @jax.jit
+    def stepped(params, opt_state, batch):
+        (loss, more), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, grads, {"loss": loss} | more
+
+    opt_state, losses, metrics, first = jax.jit(optimizer.init)(params), [], [], None
     for step in range(steps):
         batch = jax.tree.map(lambda x: x[step * BATCH : (step + 1) * BATCH], data)  # noqa: B023 - used immediately
-        (loss, more), grads = gradient_of(params, batch)
+        params, opt_state, grads, found = stepped(params, opt_state, batch)
         first = grads if step == 0 else first
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(loss))
-        metrics.append({"loss": float(loss)} | {name: float(x) for name, x in more.items()})
+        losses.append(float(found["loss"]))
+        metrics.append({name: float(x) for name, x in found.items()})
     return Run(losses, metrics, jax.device_get(first), jax.device_get(params))
 
 
