@@ -48,6 +48,9 @@ def test_diffrax_flow_equals_one_device(mesh):
     loss_fn = lambda params, rows, key: sk.mean(-likelihoods(params, rows))
     _, run = train(sk.Task(init, loss_fn, keep_gradient(optax.adam(1e-2)), train_data=DATA), mesh)
     right = by_hand(
-        lambda params, rows: (-likelihoods(params, rows).mean(), {}), jax.jit(init)(jax.random.key(0)), DATA, optax.adam(1e-2)
+        lambda params, rows: (-likelihoods(params, rows).mean(), {}),
+        jax.jit(init)(jax.random.key(0)),
+        DATA,
+        optax.adam(1e-2),
     )
     assert_same_run(run, right)
