@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 BLOCK_TIMEOUT_S = 240
 READS_THE_PROGRAM = re.compile(r"spmdkit (plan|bench|tune|verify)|plan_step|sk\.bill|sk\.testing")
-"""Commands that show the compiled program. Their pages are compiled with all passes of XLA."""
+"""Commands that show the compiled program. They compile with all passes of XLA, and so does a page with such Python."""
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK_XLA}
 NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_STDERR_LOG_LEVEL": "3",
@@ -143,6 +144,7 @@ class Page:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._session: subprocess.Popen[str] | None = None
+        self._quick = QUICK
         self._exports = folder / ".exports"
         self._environment = {
             name: value
@@ -162,8 +164,8 @@ class Page:
         """Runs all blocks of a page; an AssertionError names the line of the block that fails."""
         output = ""
         found = list(blocks(text))
-        if not any(READS_THE_PROGRAM.search(block.text) for block in found if block.runs or block.file):
-            self._environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK_XLA}
+        reads = any(READS_THE_PROGRAM.search(block.text) for block in found if block.language == "python")
+        self._quick = {} if reads else QUICK
         try:
             for block in found:
                 where = f"{name}:{block.line}"
@@ -190,7 +192,7 @@ class Page:
         process = subprocess.Popen(
             ["bash", "-c", script],
             cwd=self.folder,
-            env=self._environment,
+            env=self._environment | ({} if READS_THE_PROGRAM.search(text) else self._quick),
             text=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -209,7 +211,7 @@ class Page:
             self._session = subprocess.Popen(
                 [sys.executable, "-c", _SESSION],
                 cwd=self.folder,
-                env=self._environment,
+                env=self._environment | self._quick,
                 text=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
