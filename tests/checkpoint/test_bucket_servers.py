@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from tests.support.buckets import BUCKET, free_port, server
+from tests.support.command_line import Folder
+from tests.support.command_line import alone as alone
 from tests.support.environment import environment_of_a_user
 
 pytestmark = [pytest.mark.storage, pytest.mark.processes]
@@ -67,8 +69,27 @@ def undisturbed(store, tmp_path_factory):
     """The folder of a run without a kill."""
     at = f"{store[0]}://{BUCKET}/undisturbed/checkpoints"
     folder = host(tmp_path_factory.mktemp("undisturbed") / "run", at)
-    done(spmdkit(store, folder, "train", "run.yaml"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in store[1].items():
+            patch.setenv(name, value)
+        assert Folder(folder, patch, None).leaves("train", "run.yaml") == 0
     return folder
+
+
+@pytest.fixture
+def here(store, monkeypatch, capfd, alone):
+    """A function that runs a command in this process, in a folder, and returns its output and its errors."""
+    for name, value in store[1].items():
+        monkeypatch.setenv(name, value)
+
+    def run(folder, *arguments, code=0):
+        capfd.readouterr()
+        found = Folder(folder, monkeypatch, capfd).leaves(*arguments)
+        output, errors = capfd.readouterr()
+        check(found, code, output, errors)
+        return output, errors
+
+    return run
 
 
 def env_of(store, **more):
@@ -96,10 +117,14 @@ def spmdkit(store, folder, *arguments, **env):
 
 def done(process, code=0, timeout_s=240):
     output, errors = process.communicate(timeout=timeout_s)
-    if process.returncode != code:
-        pytest.fail(f"exit code {process.returncode}\n{output[-4000:]}\n{errors[-4000:]}")
-    assert "canary-of-a-secret" not in output + errors and "Traceback" not in errors
+    check(process.returncode, code, output, errors)
     return output, errors
+
+
+def check(found, code, output, errors):
+    if found != code:
+        pytest.fail(f"exit code {found}\n{output[-4000:]}\n{errors[-4000:]}")
+    assert "canary-of-a-secret" not in output + errors and "Traceback" not in errors
 
 
 def steps_of(folder):
@@ -110,29 +135,29 @@ def losses(folder):
     return [(x["step"], x["loss"]) for x in map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())]
 
 
-def test_killed_run_resumes_from_bucket_on_empty_disk(store, url, undisturbed, tmp_path):
+def test_killed_run_resumes_from_bucket_on_empty_disk(store, url, undisturbed, here, tmp_path):
     first, second = host(tmp_path / "first", url), host(tmp_path / "second", url)
     run = spmdkit(store, first, "train", "run.yaml")
     wait_for_step(first, 23, run)
     run.kill()
     run.communicate(timeout=10)
-    output, _ = done(spmdkit(store, second, "train", "run.yaml"))
+    output, _ = here(second, "train", "run.yaml")
     assert "metrics.jsonl up to step" in output and "was fetched from" in output
     assert steps_of(second) == list(range(1, 61)) and losses(second) == losses(undisturbed)
-    again, _ = done(spmdkit(store, second, "train", "run.yaml"))
+    again, _ = here(second, "train", "run.yaml")
     assert "already finished" in again
-    output, _ = done(spmdkit(store, second, "checkpoint", "ls", url, "--json"))
+    output, _ = here(second, "checkpoint", "ls", url, "--json")
     assert [(row["step"], row["complete"]) for row in json.loads(output)["checkpoints"]] == [(55, True), (60, True)]
 
 
-def test_a_run_starts_from_the_weights_of_a_bucket(store, undisturbed, tmp_path):
+def test_a_run_starts_from_the_weights_of_a_bucket(store, undisturbed, here, tmp_path):
     at = f"{store[0]}://{BUCKET}/undisturbed/checkpoints"
-    output, _ = done(spmdkit(store, undisturbed, "eval", "run.yaml", "--json"))
+    output, _ = here(undisturbed, "eval", "run.yaml", "--json")
     warm = host(tmp_path / "warm", f"{at}/none")
     start = ("eval", "run.yaml", "--json", "--initial", "mesh={fsdp: 2}", f"init_from={at}@60")
-    found, _ = done(spmdkit(store, warm, *start))
+    found, _ = here(warm, *start)
     assert json.loads(found)["loss"] == pytest.approx(json.loads(output)["loss"], rel=1e-5)
-    _, errors = done(spmdkit(store, warm, *start[:-1], f"init_from={at}@7"), 79)
+    _, errors = here(warm, *start[:-1], f"init_from={at}@7", code=79)
     assert "step 7 is requested" in errors and "has steps 55, 60" in errors
 
 
@@ -156,7 +181,8 @@ def start_two(store, folders, *overrides):
     ]
 
 
-def test_two_processes_without_shared_disk_resume_from_bucket(store, url, undisturbed, tmp_path):
+@pytest.mark.parametrize("store", [pytest.param("gs", marks=pytest.mark.slow), "s3"], indirect=True)
+def test_two_processes_without_shared_disk_resume_from_bucket(store, url, undisturbed, here, tmp_path):
     """Every tenth step: where the kill meets a save, the other takes `watchdog.heartbeat_timeout_s` (30 s) to leave,
     and on a busy machine a save takes 5 s; 300 s are the limit."""
     folders = [host(tmp_path / name, url) for name in ("a", "b")]
@@ -173,7 +199,7 @@ def test_two_processes_without_shared_disk_resume_from_bucket(store, url, undist
     assert not (folders[1] / "run/metrics.jsonl").exists() and (folders[1] / "run/events.jsonl").exists()
     assert not any(path.is_file() for folder in folders for path in folder.glob("run/staging/**/*"))
     one = host(tmp_path / "one", url)
-    output, _ = done(spmdkit(store, one, "eval", "run.yaml", "--json"))  # what two have saved, one restores
+    output, _ = here(one, "eval", "run.yaml", "--json")  # what two have saved, one restores
     assert json.loads(output)["step"] == 60
     both = [[loss for _, loss in losses(folder)] for folder in (folders[0], undisturbed)]
     np.testing.assert_allclose(*both, rtol=1e-5)
