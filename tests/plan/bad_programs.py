@@ -151,7 +151,7 @@ def padding_waste():
         mixed = jnp.einsum("bnm,bmh->bnh", jax.nn.softmax(scores), h)  # bad: padding-waste
         return error(mixed.reshape(-1, 512) @ params["down"], batch)
 
-    return task(loss, train_data=data(rows=65536)), {"mesh": {"data": 8}, "batch_size": 65536}
+    return task(loss, train_data=data(rows=16384)), {"mesh": {"data": 8}, "batch_size": 16384}
 
 
 def rollout(points_of, mesh):
