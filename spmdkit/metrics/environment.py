@@ -5,6 +5,7 @@ No secrets are recorded: variables outside a list are not read, and apparent cre
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -74,6 +75,7 @@ def environment(
     }
 
 
+@functools.cache
 def package_versions() -> dict[str, str | None]:
     """Returns the installed version of each of `PACKAGES`; None if it is not installed."""
     versions: dict[str, str | None] = {}

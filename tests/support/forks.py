@@ -283,8 +283,13 @@ def _serve() -> None:
     import spmdkit.checkpoint.orbax_backend
     import spmdkit.cli
     import spmdkit.run.loop  # noqa: F401
+    from spmdkit.foundation import plugins
+    from spmdkit.metrics.environment import package_versions
+    from spmdkit.program.source_digest import package_digests
 
     compile_cache.CompileCache()
+    for cached in (spmdkit.cli._command, plugins._entry_points, package_digests, package_versions):
+        cached()  # once instead of in each process
 
     for line in sys.stdin:
         asked = json.loads(line)

@@ -150,11 +150,11 @@ class Job:
     def start(
         self, *arguments: str, faults: dict | None = None, output: IO | None = None, fresh: bool = False, **env: str
     ) -> subprocess.Popen | Child:
-        """Starts `spmdkit ARGUMENTS`, forked unless `fresh` or a launcher, with its output in `output`."""
+        """Starts `spmdkit ARGUMENTS`, forked with what it launches unless `fresh`, with its output in `output`."""
         told = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "TMPDIR": str(self.folder), **env}
         told["FAULTS"] = json.dumps({str(p): fault for p, fault in (faults or {}).items()})
-        if not fresh and output is None and arguments[0] != "launch":  # forked launchers show no output of processes
-            process = Process(list(arguments), self.folder, told)
+        if not fresh and output is None:
+            process = Process(list(arguments), self.folder, told, forks=arguments[0] == "launch")
             self.started.append(self._forks.start(process))
             return self.started[-1]
         popen = subprocess.Popen(
