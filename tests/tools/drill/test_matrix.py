@@ -194,6 +194,7 @@ def start_cell(forks, folder, names):
     selected = [f"--cells={name}" for name in names]
     selected += [f"watchdog.{name}_timeout_s={seconds}" for name, seconds in SHORT_TIMEOUTS.items()]
     settings = ["run_dir=run", "devices=cpu:2", "checkpoint.every_steps=6", "eval.every_steps=12"]
+    settings.append("optimizer={name: sgd, learning_rate: 0.01}")  # fewer arrays to save
     variables = {"SPMDKIT_COMPILE_CACHE": "off"}  # programs are cached by the fork server
     arguments = ["drill", "run.yaml", "--matrix", *settings, *selected]
     return forks.start(Process(arguments, folder, variables, forks=not names[0].startswith("clock")))
