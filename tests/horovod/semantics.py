@@ -948,6 +948,7 @@ def main(out, arguments):
     digits = example()
     params = digits.train(digits.parser.parse_args(arguments))
     np.savez(Path(out, f"{hvd.rank()}.npz"), **{name: np.asarray(value) for name, value in params.items()})
+    hvd.shutdown()  # a forked process does not run what is registered for its exit
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Horovod's semantics, and its pytorch_mnist.py ported to JAX, on 2, 3 and 4 processes: one set of processes runs the
 whole table of semantics.py and then the example.
 
-Three processes run the table with all dtypes and shapes, and the digits; two and four run few, and patterns. They start
-as users' do, since that is what is tested.
+Three processes run the table with all dtypes and shapes, and the digits; two and four run few, and patterns. The last
+tests start processes as users do.
 """
 
 import ast
@@ -17,8 +17,10 @@ import numpy as np
 import optax
 import pytest
 
+from tests.horovod import semantics
 from tests.horovod.semantics import EXAMPLE, ROWS, example
 from tests.support.environment import environment_of_a_user
+from tests.support.forks import Process
 from tests.support.ranks import run_ranks
 
 SIZES = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
@@ -26,7 +28,7 @@ STEPS_PER_EPOCH, EPOCHS, LEARNING_RATE = 10, 2, 0.05
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def job(tmp_path_factory, forks):
     """Returns size -> (how each process ended, the folder of its files); the processes of a size run once."""
 
     @functools.cache
@@ -34,8 +36,8 @@ def job(tmp_path_factory):
         out = tmp_path_factory.mktemp(f"ranks{size}")
         batch = example(size != 3).NUM_TRAIN // STEPS_PER_EPOCH // size
         options = ["--batch-size", str(batch), "--epochs", str(EPOCHS), "--lr", str(LEARNING_RATE)]
-        command = [sys.executable, "-m", "tests.horovod.semantics", str(out), *options, *["short"] * (size != 3)]
-        return run_ranks(command, size, timeout_s=280 if size == 2 else 900), out
+        command = [semantics.__file__, str(out), *options, *["short"] * (size != 3)]
+        return forks.together([Process(command, out)] * size, timeout_s=280 if size == 2 else 900), out
 
     return of
 

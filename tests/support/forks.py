@@ -197,19 +197,23 @@ def _start(asked: dict[str, Any]) -> int:
         tempfile.tempdir = None  # TMPDIR is read once
         compile_cache.use(os.environ.get(COMPILE_CACHE) == "off")
         sys.path[0] = asked["folder"]
-        from spmdkit.cli import main
-
         if asked["forks"]:
             from spmdkit.launch import local
 
             local._start = _forked
-        run = _run_script if asked["start"][0].endswith(".py") else main
-        code = run(asked["start"]) or 0
+        code = _run(asked["start"])
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else 1
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    """Runs a script or a command of spmdkit, and returns its exit code."""
+    from spmdkit.cli import main
+
+    return (_run_script if arguments[0].endswith(".py") else main)(arguments) or 0
 
 
 def _run_script(arguments: list[str]) -> int:
@@ -242,8 +246,8 @@ class Forked:
 
 
 def _forked(command: list[str], env: dict[str, str], pass_fds: list[int]) -> Forked:
-    """Forks a launcher's child to run an spmdkit command without a new interpreter. The launcher has no other thread at
-    this point."""
+    """Forks a launcher's child to run a script or an spmdkit command without a new interpreter. The launcher has no
+    other thread at this point."""
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid:
@@ -263,9 +267,7 @@ def _forked(command: list[str], env: dict[str, str], pass_fds: list[int]) -> For
         os.environ.clear()
         os.environ.update(env)
         tempfile.tempdir = None
-        from spmdkit.cli import main
-
-        code = main(command[3:]) or 0
+        code = _run(command[1 if command[1].endswith(".py") else 3 :])
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else 1
     finally:

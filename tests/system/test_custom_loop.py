@@ -74,32 +74,31 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run(folder, *command):
-    """Returns (exit code, output) of a command of Python."""
-    environment = environment_of_a_user() | {"JAX_PLATFORMS": "cpu"}
+LAUNCH = ["launch", "-n", "2", "--"]
+
+
+def test_custom_loop_joins_the_launched_processes(folder, forks):
+    """Each process starts its own Python, whose exit ends the job."""
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "spmdkit", *LAUNCH, "loop.py"],
+        cwd=folder,
+        env=environment_of_a_user() | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    return done.returncode, done.stdout + done.stderr
-
-
-def launch(folder, *command):
-    return run(folder, "-m", "spmdkit", "launch", "-n", "2", "--", *command)
-
-
-def test_custom_loop_joins_the_launched_processes(folder):
-    code, output = launch(folder, "loop.py")
-    assert code == 0, output
-    _, alone = run(folder, "loop.py")
-    loss = alone.split("loss ")[1].strip()
-    lines = sorted(line for line in output.splitlines() if "processes" in line)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (alone,) = forks.run([Process(["loop.py"], folder)])
+    loss = alone.output.split("loss ")[1].strip()
+    lines = sorted(line for line in done.stdout.splitlines() if "processes" in line)
     assert lines == [f"[{process}] processes 2 loss {loss}" for process in (0, 1)]
 
 
-def test_separate_models_in_one_job_are_rejected(folder):
-    code, output = launch(folder, "foreign.py")
-    assert code == 78, output
-    assert_parts(output, "the job has 2 processes", found="JAX has joined 1", repair="cluster: {environment: none}")
+def test_separate_models_in_one_job_are_rejected(folder, forks):
+    (ended,) = forks.run([Process([*LAUNCH, "foreign.py"], folder, forks=True)])
+    assert ended.code == 78, ended.output
+    parts = {"found": "JAX has joined 1", "repair": "cluster: {environment: none}"}
+    assert_parts(ended.output, "the job has 2 processes", **parts)
 
 
 def test_processes_reject_different_contents_of_shared_rows(folder, forks):
