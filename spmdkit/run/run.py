@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -209,7 +210,7 @@ class Run:
         step, changed, lines = restored.step, list[resume_check.Change](), list[str]()
         if restored.record is not None:
             self.resume_from(step, restored.record, restored.is_saved)
-            now = {"config": to_yaml(self.config, hide_secrets=True), "described": self._described}
+            now = {"config": self._config_text, "described": self._described}
             changed = resume_check.check(
                 restored.record, now, step, self.program.schedule, self.directory, self._allow_change
             )
@@ -338,13 +339,18 @@ class Run:
         if self.saves is not None:
             self.saves.note()
 
+    @functools.cached_property
+    def _config_text(self) -> str:
+        """The settings as a record contains them. Cached, since each save needs them (10 ms)."""
+        return to_yaml(self.config, hide_secrets=True)
+
     def record(self, step: int) -> dict[str, Any]:
         """Returns the record of a checkpoint: everything except arrays. Raises ConfigError if another run owns the
         directory now."""
         self.fence.check()
         ended = {} if self.finished is None else {"finished": {"why": self.finished, "steps": self.config.num_steps}}
         return {
-            "config": to_yaml(self.config, hide_secrets=True),
+            "config": self._config_text,
             "described": self._described,
             "next_batch": self.program.schedule.digest(step + 1),
             "batch_sizes": [list(pair) for pair in self.program.schedule.sizes or self.config.batch_sizes],

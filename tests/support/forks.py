@@ -284,7 +284,7 @@ def _ended(pid: int) -> int | None:
 def _serve() -> None:
     import spmdkit.checkpoint.orbax_backend
     import spmdkit.cli
-    import spmdkit.run.loop  # noqa: F401
+    import spmdkit.run.loop
     from spmdkit.foundation import plugins
     from spmdkit.metrics.environment import package_versions
     from spmdkit.program.source_digest import package_digests
