@@ -21,6 +21,8 @@ from tests.support.command_line import Folder
 from tests.support.command_line import alone as alone
 from tests.support.messages import Parts
 
+pytestmark = pytest.mark.locations
+
 FILE = Path(steps.__file__)
 
 

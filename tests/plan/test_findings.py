@@ -39,6 +39,8 @@ from tests.plan import bad_programs
 from tests.plan.bad_programs import BOUND, good_loss, lines_to_blame, task
 from tests.support.core_runs import program_of
 
+pytestmark = pytest.mark.locations
+
 SUBSTITUTE = parse_target("gpu:h100:2x4")
 TWO_HOSTS = replace(SUBSTITUTE, compiler="gpu")
 IN_PROCESS = (

@@ -19,6 +19,8 @@ from spmdkit.program.program import Program
 from spmdkit.run.loop import train
 from tests.support.plan_files import config
 
+pytestmark = pytest.mark.locations
+
 
 def events(run_dir):
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]

@@ -11,6 +11,8 @@ from spmdkit.plan.hlo.liveness import live_at_peak
 from tests.plan.bad_programs import good_loss, task
 from tests.support.core_runs import program_of
 
+pytestmark = pytest.mark.locations
+
 PARAMETERS = 2 * 256 * 512 * 4
 RULES = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
 CASES = {

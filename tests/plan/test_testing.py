@@ -6,6 +6,8 @@ import spmdkit as sk
 from tests.plan.bad_programs import good_loss, task
 from tests.support.core_runs import program_of
 
+pytestmark = pytest.mark.locations
+
 
 @pytest.fixture(scope="module")
 def mirrored():

@@ -13,9 +13,11 @@ QUICK_XLA = (
 """XLA's older emitter and one LLVM module per program. XLA's flags depend on its version, and an unknown flag aborts
 the process."""
 
-QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "SPMDKIT_COMPILE_CACHE": "off"} | (
-    {"XLA_FLAGS": QUICK_XLA} if QUICK_XLA else {}
-)
+QUICKLY = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+    "SPMDKIT_COMPILE_CACHE": "off",
+} | ({"XLA_FLAGS": QUICK_XLA} if QUICK_XLA else {})
 """Environment for fast compilation in a started process: a run of the smallest model takes 4 processor seconds instead
 of 7."""
 
