@@ -57,7 +57,7 @@ class PlanOptions:
         target: see `target.py`; None: the devices that `train` uses.
         as_json: print only one JSON object.
         html: file to write the page to.
-        timeline: file to write the timeline of one layer to, for Perfetto.
+        timeline: file for the timeline of an iteration of the longest loop (one layer), or of the step, for Perfetto.
         calibrate: measure this machine first.
         search: search for the fastest mesh that fits.
         search_over: settings that the search varies.

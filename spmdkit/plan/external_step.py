@@ -100,7 +100,7 @@ class StepPlan:
         write_requested("write_page", Path(path), plan_page(self.document))
 
     def write_timeline(self, path: Path | str) -> None:
-        """Writes the timeline of one layer, for ui.perfetto.dev."""
+        """Writes the timeline of an iteration of the longest loop, or of the step, for ui.perfetto.dev."""
         write_trace(self.document, Path(path))
 
 

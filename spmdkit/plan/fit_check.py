@@ -180,7 +180,7 @@ def start_plan_thread(
     the thread with a timeout.
 
     Args:
-        say: called with one line if the thread fails.
+        print_line: called with one line if the thread fails.
         note: called with the event, `note("plan_failed", error=...)`.
     """
     if not cluster.is_main or program.config.budget is not None:  # with a budget the plan is already written

@@ -48,7 +48,7 @@ def choose(
         among: candidates from `choices`.
         limit_bytes: memory limit of one device; None if unknown: every candidate fits.
         make: returns the program of a candidate.
-        say: receives one line per candidate.
+        print_line: receives one line per candidate.
     """
     limit = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
 

@@ -107,7 +107,7 @@ def open_program(
 
     Args:
         limit_bytes: memory limit per device; default: as reported by the devices.
-        say: receives one line per candidate of `auto`.
+        print_line: receives one line per candidate of `auto`.
     """
     if not auto.is_auto(config):
         return Program(config, task, devices)
