@@ -242,7 +242,7 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Also write the plan as an HTML page.", metavar="FILE")] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Also write a timeline of one iteration of the longest loop, or of the step: JSON for ui.perfetto.dev.", metavar="FILE"),
+        typer.Option(help="Also write a timeline of the longest loop, JSON for ui.perfetto.dev.", metavar="FILE"),
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Search for the fastest mesh that fits.")] = False,
     search_over: Annotated[

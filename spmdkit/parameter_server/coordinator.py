@@ -128,8 +128,8 @@ class Coordinator:
         return [self._start(number) for number in self._incarnations]
 
     def wait_for_workers(self, longest_s: float) -> list[int]:
-        """Waits until all workers are ready to compute, so that no worker starts far ahead of another. Returns, after at
-        most `longest_s` or when a worker has exited, the workers that have no process yet.
+        """Waits until all workers are ready to compute, so that no worker starts far ahead of another. After at most
+        `longest_s`, or when a worker has exited, returns the workers that have no process yet.
 
         Raises: RendezvousError if a server does not start.
         """
