@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spmdkit.checkpoint import object_store
 from tests.support.buckets import BUCKET, free_port, server
 from tests.support.command_line import Folder
 from tests.support.command_line import alone as alone
@@ -42,11 +43,11 @@ CONFIG = """
 task: task.py:task
 task_args: {{pause_s: 0.02}}
 run_dir: run
-steps: 60
+steps: 40
 batch_size: 8
 devices: cpu:2
 mesh: {{data: 2}}
-checkpoint: {{every_steps: 5, every_seconds: null, keep: 2, directory: "{url}"}}
+checkpoint: {{every_steps: 10, every_seconds: null, keep: 2, directory: "{url}"}}
 eval: {{every_steps: 20}}
 log: {{every_steps: 1, progress: plain}}
 """
@@ -143,22 +144,22 @@ def test_killed_run_resumes_from_bucket_on_empty_disk(store, url, undisturbed, h
     run.communicate(timeout=10)
     output, _ = here(second, "train", "run.yaml")
     assert "metrics.jsonl up to step" in output and "was fetched from" in output
-    assert steps_of(second) == list(range(1, 61)) and losses(second) == losses(undisturbed)
+    assert steps_of(second) == list(range(1, 41)) and losses(second) == losses(undisturbed)
     again, _ = here(second, "train", "run.yaml")
     assert "already finished" in again
     output, _ = here(second, "checkpoint", "ls", url, "--json")
-    assert [(row["step"], row["complete"]) for row in json.loads(output)["checkpoints"]] == [(55, True), (60, True)]
+    assert [(row["step"], row["complete"]) for row in json.loads(output)["checkpoints"]] == [(30, True), (40, True)]
 
 
 def test_a_run_starts_from_the_weights_of_a_bucket(store, undisturbed, here, tmp_path):
     at = f"{store[0]}://{BUCKET}/undisturbed/checkpoints"
     output, _ = here(undisturbed, "eval", "run.yaml", "--json")
     warm = host(tmp_path / "warm", f"{at}/none")
-    start = ("eval", "run.yaml", "--json", "--initial", "mesh={fsdp: 2}", f"init_from={at}@60")
+    start = ("eval", "run.yaml", "--json", "--initial", "mesh={fsdp: 2}", f"init_from={at}@40")
     found, _ = here(warm, *start)
     assert json.loads(found)["loss"] == pytest.approx(json.loads(output)["loss"], rel=1e-5)
     _, errors = here(warm, *start[:-1], f"init_from={at}@7", code=79)
-    assert "step 7 is requested" in errors and "has steps 55, 60" in errors
+    assert "step 7 is requested" in errors and "has steps 30, 40" in errors
 
 
 def wait_for_step(folder, step, run):
@@ -169,38 +170,35 @@ def wait_for_step(folder, step, run):
         time.sleep(0.05)
 
 
-EVERY_TENTH = "checkpoint.every_steps=10"
-
-
-def start_two(store, folders, *overrides):
+def start_two(store, folders):
     port = free_port()
     place = {"SPMDKIT_NUM_PROCESSES": "2", "SPMDKIT_COORDINATOR": f"127.0.0.1:{port}"}
     return [
-        spmdkit(store, folder, "train", "run.yaml", *overrides, SPMDKIT_PROCESS_ID=str(i), **place)
+        spmdkit(store, folder, "train", "run.yaml", SPMDKIT_PROCESS_ID=str(i), **place)
         for i, folder in enumerate(folders)
     ]
 
 
 @pytest.mark.parametrize("store", [pytest.param("gs", marks=pytest.mark.slow), "s3"], indirect=True)
 def test_two_processes_without_shared_disk_resume_from_bucket(store, url, undisturbed, here, tmp_path):
-    """Every tenth step: where the kill meets a save, the other takes `watchdog.heartbeat_timeout_s` (30 s) to leave,
+    """Where the kill meets a save, the other takes `watchdog.heartbeat_timeout_s` (30 s) to leave,
     and on a busy machine a save takes 5 s; 300 s are the limit."""
     folders = [host(tmp_path / name, url) for name in ("a", "b")]
-    processes = start_two(store, folders, EVERY_TENTH)
+    processes = start_two(store, folders)
     wait_for_step(folders[0], 23, processes[0])
     processes[1].kill()
     for process in processes:
         process.communicate(timeout=120)
     shutil.rmtree(folders[1])  # its host was replaced
     host(folders[1], url)
-    for process in start_two(store, folders, EVERY_TENTH):
+    for process in start_two(store, folders):
         done(process)
-    assert steps_of(folders[0]) == list(range(1, 61))
+    assert steps_of(folders[0]) == list(range(1, 41))
     assert not (folders[1] / "run/metrics.jsonl").exists() and (folders[1] / "run/events.jsonl").exists()
     assert not any(path.is_file() for folder in folders for path in folder.glob("run/staging/**/*"))
     one = host(tmp_path / "one", url)
     output, _ = here(one, "eval", "run.yaml", "--json")  # what two have saved, one restores
-    assert json.loads(output)["step"] == 60
+    assert json.loads(output)["step"] == 40
     both = [[loss for _, loss in losses(folder)] for folder in (folders[0], undisturbed)]
     np.testing.assert_allclose(*both, rtol=1e-5)
 
@@ -213,10 +211,12 @@ def test_unresponsive_store_gives_a_message_without_traceback(scheme, monkeypatc
     keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
     for name, value in (keys | {"STORAGE_EMULATOR_HOST": at, "AWS_ENDPOINT_URL": at}).items():
         monkeypatch.setenv(name, value)
-    clients = fsspec.get_filesystem_class(scheme)
-    clients.clear_instance_cache()  # those of other tests have another address
+    forget = (fsspec.get_filesystem_class(scheme).clear_instance_cache, object_store._client.cache_clear)
+    for clear in forget:  # the clients of other tests have another address
+        clear()
     code = Folder(tmp_path, monkeypatch, capfd).leaves("checkpoint", "ls", f"{scheme}://{BUCKET}/runs/x")
-    clients.clear_instance_cache()
+    for clear in forget:
+        clear()
     output, errors = capfd.readouterr()
     check(code, 75, output, errors)
     assert errors.count("\n") == 1 and f"{scheme}://{BUCKET}/runs/x could not be listed" in errors

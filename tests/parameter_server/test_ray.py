@@ -17,6 +17,8 @@ from spmdkit.config import load_config
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.parameter_server.actors import Actors, RayEndpoint
 from spmdkit.parameter_server.transport import Unavailable
+from tests.support.command_line import Folder
+from tests.support.command_line import alone as alone
 from tests.support.counted_batches import NUM_EXAMPLES
 from tests.support.ray_runs import DIGITS, LINE, ROOT, Cluster, Driver, kill, pid_of, wait_for
 from tests.support.sockets import listening
@@ -175,15 +177,16 @@ def test_killed_driver_leaves_no_process_or_port(start):
     wait_for(lambda: not driver.started() and not ports & in_use() and not token.exists(), 90)
 
 
-def test_stopped_run_saves_and_resumes(start):
+def test_stopped_run_saves_and_resumes(start, tmp_path, monkeypatch, capfd, alone):
     driver = start("steps=1000000", "checkpoint.every_steps=1000000")
     driver.wait_for(lambda: driver.metrics())
     driver.send(signal.SIGTERM)
     assert driver.ends() == 42, driver.said()
     saved = driver.events("saved")[-1]["step"]
     assert saved > 1
-    again = start(f"steps={saved + 20}", "sync=every_step")
-    assert again.ends() == 0 and again.events("restored")[-1]["step"] == saved, again.said()
+    again = "train", str(LINE), f"run_dir={driver.run}", f"steps={saved + 20}", "sync=every_step"
+    Folder(tmp_path, monkeypatch, capfd).does(*again)
+    assert driver.events("restored")[-1]["step"] == saved and driver.metrics()[-1]["step"] == saved + 20
 
 
 def test_existing_ray_cluster_is_used_by_address(start, cluster):
