@@ -23,9 +23,14 @@ def original(tmp_path_factory):
     return directory
 
 
+LIMIT = 2**20
+"""The limit of a file of metadata here: one of 1 GiB takes seconds to read."""
+
+
 @pytest.fixture
-def step(original, tmp_path):
+def step(original, tmp_path, monkeypatch):
     """The folder of a step. A read that blocks is interrupted."""
+    monkeypatch.setattr(records, "MAX_METADATA_BYTES", LIMIT)
     shutil.copytree(original, tmp_path / "checkpoints")
     with fails_if_blocked():
         yield tmp_path / "checkpoints/20"
@@ -49,7 +54,7 @@ def moved(path):
 
 
 def huge(path):
-    os.truncate(path, records.MAX_METADATA_BYTES + 1)
+    os.truncate(path, LIMIT + 1)
 
 
 CASES = [
@@ -60,7 +65,7 @@ CASES = [
     (moved, "state/manifest.ocdbt", "is a link"),
     (moved, "state/d", "is a link"),
     (moved, "state", "is a link"),
-    (huge, "state/_METADATA", f"has {records.MAX_METADATA_BYTES + 1} bytes"),
+    (huge, "state/_METADATA", f"has {LIMIT + 1} bytes"),
 ]
 
 

@@ -50,12 +50,6 @@ np.savez("end.npz", *[np.asarray(x) for x in jax.tree.leaves(runs[-1].state) if 
 """
 
 
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -128,7 +128,8 @@ def test_loss_and_gradient_are_compared(config, changes, same):
     assert found["same"] is same and (found["gradient_difference"] < 1e-5) is same
 
 
-def test_blocks_alternate_and_have_equal_steps(config):
+def test_blocks_alternate_and_have_equal_steps(config, monkeypatch):
+    monkeypatch.setattr(measure, "BLOCK_S", 0.01)
     programs = [measure.open_program(config, task_of(config), join(detect_cluster({}), "cpu:2").devices)] * 2
     found = measure._ratios(programs, time.monotonic())
     assert found["pairs"] == len(found["ratios"]) == measure.MIN_PAIRS and found["step_s"] > 0
