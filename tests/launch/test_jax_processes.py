@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.support.forks import Process
 from tests.support.sockets import listening, own_address, with_its_children
 from tests.support.two_hosts import INSIDE, missing
 
@@ -28,7 +29,20 @@ def run(main):
 """
 
 
-def test_three_processes_agree_and_reject_different_configs(run):
+@pytest.fixture
+def forked(tmp_path, forks):
+    """Returns a function that launches a script in forked processes, and returns how the launcher ended."""
+
+    def run(script, num_processes=2):
+        (tmp_path / "script.py").write_text(BEGIN + script)
+        command = ["launch", "-n", str(num_processes), "--", "script.py"]
+        (ended,) = forks.run([Process(command, tmp_path, {"JAX_PLATFORMS": "cpu"}, forks=True)])
+        return ended
+
+    return run
+
+
+def test_three_processes_agree_and_reject_different_configs(forked):
     script = """
 def main(cluster, signals):
     me, rng, got = cluster.process_index, random.Random(cluster.process_index), []
@@ -42,12 +56,12 @@ def main(cluster, signals):
     cluster.same_everywhere("config", "steps: %d" % (10 + me // 2))
 run(main)
 """
-    result = run(BEGIN + script, 3)
-    assert result.code == 78, result.err
-    got = {line.split("got")[1] for line in result.out.splitlines() if "got" in line}
+    result = forked(script, 3)
+    assert result.code == 78, result.output
+    got = {line.split("got")[1] for line in result.output.splitlines() if "] got" in line}
     assert len(got) == 1 and 1 <= len(eval(got.pop())) <= 4
     difference = "process 2 differs from process 0: line 1 is 'steps: 11' instead of 'steps: 10'"
-    assert difference in result.err.splitlines()[-1]
+    assert difference in result.output.splitlines()[-1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -84,7 +98,7 @@ run(main)
     assert result.err.count("stopping after this step and saving; press Ctrl-C again to exit immediately") == 1
 
 
-def test_error_in_a_user_function_is_shown_last(run):
+def test_error_in_a_user_function_is_shown_last(forked):
     script = """
 def loss_fn(x):
     return 1 / 0
@@ -98,10 +112,10 @@ def main(cluster, signals):
                 raise UserCodeError("loss_fn raised at step 5.") from error
 run(main)
 """
-    result = run(BEGIN + script)
+    result = forked(script)
     assert result.code == 70
-    last = result.err.split("process 1 failed first with exit code 70, ")[1].splitlines()[1:]
+    last = result.output.split("process 1 failed first with exit code 70, ")[1].splitlines()[1:]
     assert last[0] == "loss_fn raised at step 5."
-    assert "in loss_fn" in result.err and "return 1 / 0" in result.err
+    assert "in loss_fn" in result.output and "return 1 / 0" in result.output
     assert last[-1] == "ZeroDivisionError: division by zero"
     assert "site-packages" not in "".join(last)
