@@ -156,7 +156,7 @@ def _runs(file: Path, named: Sequence[tuple[str, list[Any]]]) -> Iterator[SweepR
 
 def _train(file: Path, run: SweepRun, log: Path, processes: list[subprocess.Popen[bytes]]) -> int:
     """Returns the exit code of a run, which is not started again if it has finished with the same config."""
-    stored, ends = run.directory / "config.yaml", [e for e in read_lines(run.directory / "events.jsonl") if "code" in e]
+    stored, ends = log.with_suffix(".yaml"), [e for e in read_lines(run.directory / "events.jsonl") if "code" in e]
     expected = to_yaml(run.config, absolute_paths=True, hide_secrets=True, keep_references=True)
     is_done = bool(ends) and ends[-1].get("event") == "stopped" and ends[-1]["code"] == 0
     if is_done and stored.is_file() and stored.read_text() == expected:
@@ -165,7 +165,10 @@ def _train(file: Path, run: SweepRun, log: Path, processes: list[subprocess.Pope
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         processes.append(process)
-        return process.wait()
+        code = process.wait()
+    if code == 0:
+        write_text(stored, expected)  # config.yaml of the run has steps in place of epochs
+    return code
 
 
 def _row(run: SweepRun, exit_code: int) -> Row:

@@ -35,21 +35,21 @@ def no_process(*_, **__):
 
 @pytest.mark.processes
 def test_a_sweep_trains_each_combination_once(folder, capfd, monkeypatch):
-    assert cli.main(["sweep", "run.yaml", "learning_rate=0.1,0.2", "steps=6", "--max-parallel", "2"]) == 0
+    assert cli.main(["sweep", "run.yaml", "learning_rate=0.1,0.2", "epochs=2", "steps=null", "--max-parallel", "2"]) == 0
     out = capfd.readouterr().out.splitlines()
     assert out[0].split() == ["learning_rate", "exit_code", "step", "loss", "eval/loss"] and len(out) == 4, out
     assert [line.split()[0] for line in out[1:3]] == ["0.1", "0.2"], "no insignificant zeros"
     directory = folder / "runs" / "run_sweep"
     assert out[-1] == str(directory / "sweep.html") and "learning_rate=0.2" in (directory / "sweep.html").read_text()
     rows = json.loads((directory / "sweep.json").read_text())
-    assert [(row["learning_rate"], row["step"], row["exit_code"]) for row in rows] == [(0.1, 6, 0), (0.2, 6, 0)]
+    assert [(row["learning_rate"], row["step"], row["exit_code"]) for row in rows] == [(0.1, 8, 0), (0.2, 8, 0)]
     assert rows[0]["loss"] > rows[1]["loss"] and rows[0]["run_dir"] == str(directory / "learning_rate=0.1")
-    assert "step 6/6" in (directory / "logs" / "learning_rate=0.2.txt").read_text()
+    assert "step 8/8" in (directory / "logs" / "learning_rate=0.2.txt").read_text()
     monkeypatch.setattr(subprocess, "Popen", no_process)
-    again = sk.sweep("run.yaml", {"learning_rate": [0.1, 0.2], "steps": [6]})
+    again = sk.sweep("run.yaml", {"learning_rate": [0.1, 0.2], "epochs": [2], "steps": [None]})
     assert again == rows, "finished runs are read"
     with pytest.raises(AssertionError, match="a process is started"):
-        sk.sweep("run.yaml", {"learning_rate": [0.1, 0.2], "steps": [7]})
+        sk.sweep("run.yaml", {"learning_rate": [0.1, 0.2], "epochs": [3], "steps": [None]})
 
 
 BAD = {
