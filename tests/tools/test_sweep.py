@@ -35,7 +35,8 @@ def no_process(*_, **__):
 
 @pytest.mark.processes
 def test_a_sweep_trains_each_combination_once(folder, capfd, monkeypatch):
-    assert cli.main(["sweep", "run.yaml", "learning_rate=0.1,0.2", "epochs=2", "steps=null", "--max-parallel", "2"]) == 0
+    overrides = ["learning_rate=0.1,0.2", "epochs=2", "steps=null"]
+    assert cli.main(["sweep", "run.yaml", *overrides, "--max-parallel", "2"]) == 0
     out = capfd.readouterr().out.splitlines()
     assert out[0].split() == ["learning_rate", "exit_code", "step", "loss", "eval/loss"] and len(out) == 4, out
     assert [line.split()[0] for line in out[1:3]] == ["0.1", "0.2"], "no insignificant zeros"
