@@ -149,9 +149,8 @@ def global_of(fn, *args, **asked):
 def test_each_device_holds_early_and_late_chunks():
     x_T = np.arange(16)
     ordered = global_of(lambda x: sk.context_order(x, dim=0), x_T, context=4)
-    assert [np.asarray(s.data).tolist() for s in sorted(ordered.addressable_shards, key=lambda s: s.index[0].start)][
-        ::1
-    ] == [
+    shards = sorted(ordered.addressable_shards, key=lambda s: s.index[0].start)
+    assert [np.asarray(shard.data).tolist() for shard in shards] == [
         [0, 1, 14, 15],
         [2, 3, 12, 13],
         [4, 5, 10, 11],

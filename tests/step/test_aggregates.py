@@ -265,9 +265,9 @@ def test_padding_and_where_leave_rows_out():
     total, largest, largest_where, counts, of_none, nan = jax.jit(values)()
     assert (total, largest, largest_where) == (VALUES[:2].sum(), VALUES[1, 2], VALUES[0, 2])
     assert counts.tolist() == [1, 1, 0] and of_none == -np.inf and np.isnan(nan)
-    with sk.examples(4, mask=jnp.array([True, True, False, False])):
-        with pytest.raises(ConfigError, match=r"sk\.max got values of shape \(3, 4\).*padding"):
-            sk.max(VALUES.T)
+    padding = pytest.raises(ConfigError, match=r"sk\.max got values of shape \(3, 4\).*padding")
+    with sk.examples(4, mask=jnp.array([True, True, False, False])), padding:
+        sk.max(VALUES.T)
 
 
 def test_indices_outside_are_not_counted():

@@ -94,9 +94,8 @@ def test_random_init_is_bitwise_equal_on_every_mesh():
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("mesh", ["data 8", "fsdp 8 zero 2", "data 2 x fsdp 2 x tensor 2"])
 def test_short_last_batch_counts_only_its_examples(mesh, microbatches):
-    task = regression(
-        num_examples=37, num_eval=0
-    )  # 32 and 5: most replicas hold nothing but padding in the second step
+    # 32 rows and 5: most replicas hold nothing but padding in the second step.
+    task = regression(num_examples=37, num_eval=0)
     settings = {"data": {"drop_remainder": False, "shuffle": False}}
     program = program_of(task, microbatches=microbatches, **settings, **MESHES[mesh])
     state = program.init()
