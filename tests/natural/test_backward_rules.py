@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import spmdkit as sk
+from tests.support.fixed_numbers import normal
 from tests.support.natural_runs import (
     BATCH,
     STEPS,
@@ -44,7 +45,7 @@ RULES = {
 
 
 def init(key):
-    return {"w": jax.random.normal(key, (6, 8)) / 2, "v": jax.random.normal(jax.random.fold_in(key, 1), (8,)) / 2}
+    return {"w": normal(0, 6, 8) / 2, "v": normal(1, 8) / 2}
 
 
 def errors(name, params, batch):

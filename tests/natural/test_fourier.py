@@ -2,13 +2,13 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import spmdkit as sk
+from tests.support.fixed_numbers import normal
 from tests.support.forms import slow_except
 from tests.support.natural_runs import BATCH, STEPS, assert_same_run, keep_gradient, train
 
@@ -16,11 +16,10 @@ DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, 8, 4)).astype(np.flo
 
 
 def init(key):
-    keys = jax.random.split(key, 4)
     return {
-        "w": jax.random.normal(keys[0], (4, 8)) / 2,
-        "filter": jax.random.normal(keys[1], (5, 8)) / 3,
-        "out": jax.random.normal(keys[2], (8, 8)) / 3,
+        "w": normal(0, 4, 8) / 2,
+        "filter": normal(1, 5, 8) / 3,
+        "out": normal(2, 8, 8) / 3,
     }
 
 

@@ -8,6 +8,7 @@ import pytest
 from jax.experimental import io_callback
 
 import spmdkit as sk
+from tests.support.fixed_numbers import normal
 from tests.support.forms import slow_except
 from tests.support.natural_runs import BATCH, STEPS, assert_same_run, keep_gradient, train
 
@@ -42,7 +43,7 @@ def task(ordered, printed):
         dims = jax.pure_callback(number_of_dims, jax.ShapeDtypeStruct((), jnp.float32), batch["x"])
         return sk.mean((hidden**2).sum(-1)), {"dims": sk.scalar(dims)}
 
-    init = lambda key: {"w": jax.random.normal(key, (4, 8)) / 2}
+    init = lambda key: {"w": normal(0, 4, 8) / 2}
     return sk.Task(init, loss_fn, keep_gradient(optax.adam(0.1)), train_data=DATA, rules=[("w", [None, "mlp"])])
 
 

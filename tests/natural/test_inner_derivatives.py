@@ -18,6 +18,7 @@ import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.mesh.mesh import REPLICA_AXES
 from tests.support.environment import QUICK_XLA
+from tests.support.fixed_numbers import normal
 from tests.support.forms import slow_except
 from tests.support.natural_runs import (
     BATCH,
@@ -102,8 +103,7 @@ CASES = [pinn, hessian, fgsm, pgd, virtual_adversarial, sparse_code, maml, trans
 
 def init(key):
     """Parameters of its own for each case, so that each has its own leaf of the gradient."""
-    keys = jax.random.split(key, len(CASES))
-    return {case.__name__: jax.random.normal(k, (WIDTH,)) for case, k in zip(CASES, keys, strict=True)}
+    return {case.__name__: normal(seed, WIDTH) for seed, case in enumerate(CASES)}
 
 
 def losses_of(params, rows):
@@ -155,7 +155,7 @@ def replica_task(case):
         value, grads = jax.value_and_grad(loss)(state.params)
         return state.apply_gradients(sk.pmean(grads)), {"loss": sk.pmean(value)}
 
-    init = lambda key: jax.random.normal(key, (WIDTH,))
+    init = lambda key: normal(0, WIDTH)
     return sk.Task(
         init, train_step=train_step, view="replica", optimizer=keep_gradient(optax.sgd(0.05)), train_data=DATA
     )
@@ -185,7 +185,7 @@ def test_suggested_repair_equals_one_device(mesh):
         return jnp.tanh((row + 0.1 * jnp.sign(d)) @ w) ** 2
 
     loss = lambda w, rows: (jax.vmap(functools.partial(own_zeros, w))(rows).mean(), {})
-    right = by_hand(loss, jax.random.normal(jax.random.key(0), (WIDTH,)), DATA, optax.sgd(0.05))
+    right = by_hand(loss, normal(0, WIDTH), DATA, optax.sgd(0.05))
     _, run = train(replica_task(own_zeros), mesh)
     assert_same_run(run, right)
 
@@ -205,7 +205,7 @@ def test_dividing_by_global_statistics_is_accepted(mesh):
         value, grads = jax.value_and_grad(loss)(state.params)
         return state.apply_gradients(sk.pmean(grads)), {"loss": sk.pmean(value)}
 
-    init = lambda key: jax.random.normal(key, (WIDTH,))
+    init = lambda key: normal(0, WIDTH)
     task = sk.Task(
         init, train_step=train_step, view="replica", optimizer=keep_gradient(optax.sgd(0.05)), train_data=DATA
     )

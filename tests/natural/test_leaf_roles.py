@@ -16,6 +16,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.flops import count
 from spmdkit.plan.hlo.text import parse
+from tests.support.fixed_numbers import normal
 from tests.support.natural_runs import (
     BATCH,
     STEPS,
@@ -130,9 +131,7 @@ LARGE = 96
 
 
 def lora_init(key):
-    first, second, base = jax.random.split(key, 3)
-    lora = {"first": jax.random.normal(first, (16, LARGE)) / 4, "last": jax.random.normal(second, (LARGE,)) / 4}
-    return lora | {"base": jax.random.normal(base, (LARGE, LARGE)) / 10}
+    return {"first": normal(0, 16, LARGE) / 4, "last": normal(1, LARGE) / 4, "base": normal(2, LARGE, LARGE) / 10}
 
 
 def lora_losses(params, base, batch):

@@ -12,6 +12,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.plan.compiled_step import read_program
 from tests.support import small_runs
+from tests.support.fixed_numbers import normal
 from tests.support.forms import slow_except
 from tests.support.natural_runs import BATCH, MESHES, STEPS, keep_gradient, leaf_errors, program_of, train
 
@@ -20,7 +21,7 @@ DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, 8)).astype(np.float3
 
 def init(key):
     params = {
-        "w": jax.random.normal(key, (8, 4)) / 3,
+        "w": normal(0, 8, 4) / 3,
         "none": jnp.zeros((0, 3)),
         "nothing": jnp.zeros((4, 0)),
         "half": jnp.full(4, 0.1, jnp.float16),

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import spmdkit as sk
+from tests.support.fixed_numbers import normal
 from tests.support.forms import slow_except
 from tests.support.natural_runs import BATCH, STEPS, assert_same_run, keep_gradient, train
 
@@ -16,9 +17,8 @@ EVERY_DIM = [["blocks/w", ["layers", None, None]], ["blocks/b", ["layers"]]]
 
 
 def init(key):
-    embed, w, head = jax.random.split(key, 3)
-    blocks = {"w": jax.random.normal(w, (4, 8, 8)) / 3, "b": jnp.zeros((4, 8))}
-    return {"embed": jax.random.normal(embed, (11, 8)), "blocks": blocks, "head": jax.random.normal(head, (8, 11)) / 3}
+    blocks = {"w": normal(1, 4, 8, 8) / 3, "b": jnp.zeros((4, 8))}
+    return {"embed": normal(0, 11, 8), "blocks": blocks, "head": normal(2, 8, 11) / 3}
 
 
 def loss_fn(params, batch, key):

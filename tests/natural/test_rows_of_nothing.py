@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import spmdkit as sk
+from tests.support.fixed_numbers import normal
 from tests.support.forms import slow_except
 from tests.support.natural_runs import BATCH, STEPS, leaf_errors, program_of
 from tests.support.tasks import step_key
@@ -17,7 +18,7 @@ DATA = np.zeros((BATCH * STEPS, 2), np.float32)
 
 
 def init(key):
-    return {"w": jax.random.normal(key, (2, 8)) / 2, "v": jnp.full(8, 0.3)}
+    return {"w": normal(0, 2, 8) / 2, "v": jnp.full(8, 0.3)}
 
 
 def residual(params, key, places):

@@ -15,6 +15,7 @@ from spmdkit.ops.attention_blocks import XLA, Implementation
 from spmdkit.ops.collectives import all_reduce
 from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_close, assert_same_run, program_of, train
+from tests.support.fixed_numbers import normal
 
 D, N, K, H, T, V, LAYERS = 16, 4, 2, 8, 16, 32, 2
 ROWS = ("batch", "sequence", None)
@@ -28,14 +29,13 @@ def rotary(x_BTNH, positions_T):
 
 
 def init(key):
-    keys = jax.random.split(key, 5)
-    normal = lambda key, *shape: jax.random.normal(key, shape) / np.sqrt(shape[-2])
+    scaled = lambda seed, *shape: normal(seed, *shape) / np.float32(np.sqrt(shape[-2]))
     return {
-        "embed": jax.random.normal(keys[0], (V, D)),
-        "query": normal(keys[1], LAYERS, N, D, H),
-        "key_value": normal(keys[2], LAYERS, 2, K, D, H),
-        "out": normal(keys[3], LAYERS, N, H, D) / N,
-        "head": normal(keys[4], D, V),
+        "embed": normal(0, V, D),
+        "query": scaled(1, LAYERS, N, D, H),
+        "key_value": scaled(2, LAYERS, 2, K, D, H),
+        "out": scaled(3, LAYERS, N, H, D) / N,
+        "head": scaled(4, D, V),
     }
 
 

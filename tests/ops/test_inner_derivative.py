@@ -12,6 +12,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.ops.collectives import all_reduce
 from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_same_run, program_of, train
+from tests.support.fixed_numbers import normal
 
 B, D = 16, 6
 
@@ -37,7 +38,7 @@ def by_own_with_sums(w, x):
 
 def task(fn):
     part = sk.manual(fn, in_dims=[(None,), ("batch", None)], out_dims=("batch",))
-    init = lambda key: {"w": jax.random.normal(key, (D,))}
+    init = lambda key: {"w": normal(0, D)}
     loss_fn = lambda params, batch, key: sk.mean(part(params["w"], batch))
     x = np.random.default_rng(0).normal(size=(B, D)).astype(np.float32)
     return sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=x)

@@ -14,6 +14,7 @@ from spmdkit.step import trace_context
 from tests.support.core_hlo import collectives
 from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_same_run, program_of, train
+from tests.support.fixed_numbers import normal
 from tests.support.forms import slow_except
 
 D, F, T, LAYERS, CLASSES = 16, 32, 8, 2, 4
@@ -33,11 +34,10 @@ def task(op=None, remat=False):
     op = op or sk.manual(column_row, IN_DIMS, ROWS)
 
     def init(key):
-        up, down, head = jax.random.split(key, 3)
         return {
-            "up": jax.random.normal(up, (LAYERS, D, F)) / 4,
-            "down": jax.random.normal(down, (LAYERS, F, D)) / 6,
-            "head": jax.random.normal(head, (D, CLASSES)),
+            "up": normal(0, LAYERS, D, F) / 4,
+            "down": normal(1, LAYERS, F, D) / 6,
+            "head": normal(2, D, CLASSES),
         }
 
     def block(x_BTD, w):

@@ -20,6 +20,7 @@ from spmdkit.plan.flops import count
 from spmdkit.plan.machine.target import open_target, parse_target
 from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_same_run, program_of, train, values_saved
+from tests.support.fixed_numbers import normal
 from tests.support.forms import slow_except
 
 D, F, LAYERS = 16, 32, 3
@@ -31,10 +32,9 @@ def task(wraps=True, within_manual=False):
     `block`."""
 
     def init(key):
-        up, down = jax.random.split(key)
         return {
-            "up": jax.random.normal(up, (LAYERS, D, F)) / 16,
-            "down": jax.random.normal(down, (LAYERS, F, D)) / 16,
+            "up": normal(0, LAYERS, D, F) / 16,
+            "down": normal(1, LAYERS, F, D) / 16,
         }
 
     def block(x_BTD, w):
@@ -145,11 +145,7 @@ def attention_task():
     shapes = {"query": (D, QK), "key": (D, QK), "value": (D, V), "out": (V, D), "up": (D, F), "down": (F, D)}
 
     def init(key):
-        keys = jax.random.split(key, len(shapes))
-        return {
-            name: jax.random.normal(k, (LAYERS, *shape)) / 8
-            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
+        return {name: normal(seed, LAYERS, *shape) / 8 for seed, (name, shape) in enumerate(shapes.items())}
 
     def block(x_BTD, w):
         q, k, v = (checkpoint_name(x_BTD @ w[name], f"{name}_proj") for name in ("query", "key", "value"))

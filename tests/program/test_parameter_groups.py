@@ -11,6 +11,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.flops import count
 from spmdkit.plan.hlo.text import parse
+from tests.support.fixed_numbers import normal
 from tests.support.natural_runs import BATCH, STEPS, by_hand, leaf_errors, program_of
 
 random = np.random.default_rng(0)
@@ -23,7 +24,7 @@ ids = lambda mesh: " x ".join(f"{axis} {size}" for axis, size in mesh.items()) o
 
 
 def init(key):
-    draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) / 4
+    draw = lambda seed, *shape: normal(seed, *shape) / 4
     return {
         "base": {"w": draw(0, 8, 8), "bias": draw(1, 8)},
         "lora": {"a": draw(2, 8, 4), "b": draw(3, 4, 8)},

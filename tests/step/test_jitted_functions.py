@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import spmdkit as sk
 from spmdkit.config import Config
 from tests.support.core_runs import assert_close
+from tests.support.fixed_numbers import normal
 
 MESHES = {"one": {}, "data": {"data": 4}, "fsdp": {"data": 2, "fsdp": 2}}
 X = np.linspace(-1, 1, 128, dtype=np.float32).reshape(32, 4)
@@ -29,7 +30,7 @@ PLACED = {
 
 
 def init(key):
-    return {"kernel": jax.random.normal(key, (4, 8)), "bias": jnp.zeros(8)}
+    return {"kernel": normal(0, 4, 8), "bias": jnp.zeros(8)}
 
 
 def nnx_init(key):

@@ -17,6 +17,7 @@ import spmdkit as sk
 from spmdkit.errors import ConfigError
 from tests.step.test_annotations import DATA, MESHES, RULES
 from tests.support.core_runs import TOLERANCE, assert_close, program_of
+from tests.support.fixed_numbers import normal
 
 TX = optax.adam(1e-2)
 
@@ -68,7 +69,7 @@ class Tuple(NamedTuple):
 
 
 def tuple_init(key):
-    weights = {"up": jax.random.normal(key, (8, 16)) * 0.3, "down": jnp.zeros((16, 4))}
+    weights = {"up": normal(0, 8, 16) * 0.3, "down": jnp.zeros((16, 4))}
     return Tuple(weights, TX.init(weights), 0)
 
 
@@ -102,7 +103,7 @@ class Pair:
 
 
 def pair_init(key):
-    generator, critic = {"up": jax.random.normal(key, (8, 4)) * 0.3}, {"down": jnp.ones((4, 1))}
+    generator, critic = {"up": normal(0, 8, 4) * 0.3}, {"down": jnp.ones((4, 1))}
     return Pair(generator, critic, TX.init(generator), optax.sgd(0.01).init(critic), jnp.zeros((), jnp.int32))
 
 

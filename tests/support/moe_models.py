@@ -9,6 +9,7 @@ import optax
 
 import spmdkit as sk
 from tests.support.core_models import keep_gradient
+from tests.support.fixed_numbers import normal
 
 D, F, T, E, LAYERS, CLASSES = 8, 16, 8, 8, 2, 4
 TOKENS = ("batch", "norm_sequence", None)
@@ -31,18 +32,17 @@ def task(num_experts=E, noise=0.0, remat=False, order=None, padded=False, **opti
     options = {"top_k": 2, "capacity": 1.0} | options
 
     def init(key):
-        r, g, u, d, h = jax.random.split(key, 5)
         shape = (LAYERS, num_experts, D, F)
         return {
             "layers": {
-                "router": jax.random.normal(r, (LAYERS, D, num_experts)),
+                "router": normal(0, LAYERS, D, num_experts),
                 "experts": {
-                    "gate": jax.random.normal(g, shape) / 3,
-                    "up": jax.random.normal(u, shape) / 3,
-                    "down": jax.random.normal(d, (LAYERS, num_experts, F, D)) / 4,
+                    "gate": normal(1, *shape) / 3,
+                    "up": normal(2, *shape) / 3,
+                    "down": normal(3, LAYERS, num_experts, F, D) / 4,
                 },
             },
-            "head": jax.random.normal(h, (D, CLASSES)),
+            "head": normal(4, D, CLASSES),
         }
 
     def loss_fn(params, batch, key):

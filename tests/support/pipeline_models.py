@@ -11,6 +11,7 @@ import optax
 import spmdkit as sk
 from spmdkit.ops.collectives import all_gather, reduce_scatter
 from tests.support.core_models import keep_gradient, made_once
+from tests.support.fixed_numbers import normal
 
 D, F, T, V = 16, 32, 8, 24
 ROWS = ("batch", "norm_sequence", None)
@@ -71,16 +72,15 @@ def model(layers=8, manual=False, mlp=plain_mlp, dropout=True, head_per_token=Fa
         mlp = sk.manual(column_row, [ROWS, ("embed", "mlp"), ("mlp", "embed")], ROWS)
 
     def init(key):
-        table, up, down, out = jax.random.split(key, 4)
         return {
-            "table": jax.random.normal(table, (V, D)),
+            "table": normal(0, V, D),
             "blocks": {
                 "norm": jnp.ones((layers, D)),
-                "up": jax.random.normal(up, (layers, D, F)) / 4,
-                "down": jax.random.normal(down, (layers, F, D)) / 12,
+                "up": normal(1, layers, D, F) / 4,
+                "down": normal(2, layers, F, D) / 12,
             },
             "norm": jnp.ones(D),
-            "head": jax.random.normal(out, (D, V)) / 4,
+            "head": normal(3, D, V) / 4,
         }
 
     def loss_fn(params, batch, key):
@@ -121,17 +121,16 @@ def model_of_ops(layers=4):
     num_experts = 4
 
     def init(key):
-        keys = jax.random.split(key, 7)
-        normal = lambda i, *shape: jax.random.normal(keys[i], shape) / 4
+        quarter = lambda seed, *shape: normal(seed, *shape) / 4
         return {
-            "table": normal(0, V, D) * 4,
+            "table": normal(0, V, D),
             "blocks": {
-                "up": normal(1, layers, D, F),
-                "down": normal(2, layers, F, D) / 2,
-                "router": normal(3, layers, D, num_experts),
-                "experts": {"up": normal(4, layers, num_experts, D, F), "down": normal(5, layers, num_experts, F, D)},
+                "up": quarter(1, layers, D, F),
+                "down": quarter(2, layers, F, D) / 2,
+                "router": quarter(3, layers, D, num_experts),
+                "experts": {"up": quarter(4, layers, num_experts, D, F), "down": quarter(5, layers, num_experts, F, D)},
             },
-            "head": normal(6, D, V),
+            "head": quarter(6, D, V),
         }
 
     def lookup(table_VD, rows):

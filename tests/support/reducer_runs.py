@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 import spmdkit as sk
 from spmdkit.communication.reducers.base import ReduceGroup
 from tests.support.core_runs import program_of
+from tests.support.fixed_numbers import normal
 
 NUM_VALUES = 128 * 128
 """Size of the large leaf: a multiple of the padding of any buffer here, so that byte formulas are exact."""
@@ -50,10 +51,9 @@ def data(num):
 
 def task(optimizer=None, num=67, **changes):
     def init(key):
-        up, down = jax.random.split(key)
         return {
-            "up": jax.random.normal(up, (128, 128)) / 12,
-            "down": jax.random.normal(down, (128, 8)) / 12,
+            "up": normal(0, 128, 128) / 12,
+            "down": normal(1, 128, 8) / 12,
             "bias": jnp.zeros(8),
         }
 
@@ -84,7 +84,7 @@ def wide():
         num=64,
         loss_fn=lambda params, batch, key: sk.mean(((batch["x"] @ params["up"]) ** 2).sum(-1)),
         rules=[],
-        init=lambda key: {"up": jax.random.normal(key, (128, 128))},
+        init=lambda key: {"up": normal(0, 128, 128)},
     )
 
 

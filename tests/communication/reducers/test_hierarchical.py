@@ -12,6 +12,7 @@ from spmdkit.foundation import plugins
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from tests.support.core_runs import assert_close
+from tests.support.fixed_numbers import normal
 from tests.support.forms import slow_except
 from tests.support.messages import raises
 from tests.support.reducer_runs import (
@@ -48,8 +49,8 @@ def test_applied_and_owed_are_the_sum(mesh):
 def test_state_belongs_to_shards_or_leaf_is_exact():
     def init(key):
         return {
-            "up": jax.random.normal(key, (128, 128)) / 12,
-            "down": jax.random.normal(key, (128, 8)) / 12,
+            "up": normal(0, 128, 128) / 12,
+            "down": normal(1, 128, 8) / 12,
             "bias": np.zeros(3),
         }
 

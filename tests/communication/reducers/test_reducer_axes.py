@@ -12,6 +12,7 @@ import pytest
 import spmdkit as sk
 from tests.communication.reducers.test_reducer_contract import ANOTHER_SUM, ROWS, lossless
 from tests.support.core_runs import assert_close, leaf_errors, program_of
+from tests.support.fixed_numbers import normal
 from tests.support.forms import slow_except
 
 D, L, E, T = 16, 2, 2, 4
@@ -31,10 +32,7 @@ def staged():
     )
 
     def init(key):
-        up, layers, down = (
-            jax.random.normal(k, shape) / 4
-            for k, shape in zip(jax.random.split(key, 3), ((D, D), (L, D, D), (D, D)), strict=True)
-        )
+        up, layers, down = (normal(seed, *shape) / 4 for seed, shape in enumerate(((D, D), (L, D, D), (D, D))))
         return {"up": up, "layers": {"w": layers}, "down": down}
 
     loss_fn = lambda params, batch, key: run(params["up"], params["layers"]["w"], params["down"], batch)
@@ -45,9 +43,8 @@ def mixture():
     """Returns a task of one layer of two experts."""
 
     def init(key):
-        router, up, down = jax.random.split(key, 3)
-        experts = {"up": jax.random.normal(up, (E, D, D)) / 4, "down": jax.random.normal(down, (E, D, D)) / 4}
-        return {"router": jax.random.normal(router, (D, E)), "experts": experts}
+        experts = {"up": normal(1, E, D, D) / 4, "down": normal(2, E, D, D) / 4}
+        return {"router": normal(0, D, E), "experts": experts}
 
     def loss_fn(params, batch, key):
         y, _ = sk.moe(batch["x"], params["router"], params["experts"], top_k=1, capacity=None)

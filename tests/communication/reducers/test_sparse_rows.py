@@ -15,6 +15,7 @@ from spmdkit.communication.reducers.base import ReducedLeaf
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from tests.support.core_runs import assert_close
+from tests.support.fixed_numbers import normal
 from tests.support.forms import slow_except
 from tests.support.messages import raises
 from tests.support.reducer_runs import program, train
@@ -43,8 +44,8 @@ def tied_loss(params, batch, key):
 
 def embedding(loss_fn=loss_fn, optimizer=None, **changes):
     def init(key):
-        table = jax.random.normal(key, (NUM_ROWS, WIDTH)) / 4
-        return {"table": table, "head": jax.random.normal(key, (WIDTH, 8)) / 4, "bias": jnp.zeros(8)}
+        table = normal(0, NUM_ROWS, WIDTH) / 4
+        return {"table": table, "head": normal(1, WIDTH, 8) / 4, "bias": jnp.zeros(8)}
 
     given = {"init": init, "loss_fn": loss_fn, "rules": [("table", [None, "mlp"])], "train_data": words()} | changes
     return sk.Task(optimizer=optimizer or optax.adam(1e-2, eps=1e-3), **given)
