@@ -9,6 +9,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.cluster import detect_cluster, join
 from spmdkit.program.program import Program
+from tests.support.core_models import made_once
 
 WIDTH, HEADS, CONTEXT, VOCAB = 32, 2, 16, 61
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (16, CONTEXT + 1)).astype(np.int32)
@@ -23,7 +24,8 @@ def task(load_example):
         x, y = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         return gpt.losses(params, x, y, jnp.ones(x.shape, bool), gpt.Options())
 
-    return sk.Task(lambda key: gpt.init_params(key, shape), loss_fn, optax.adam(1e-2), train_data={"tokens": TOKENS})
+    init = lambda key: gpt.init_params(key, shape)
+    return made_once(sk.Task(init, loss_fn, optax.adam(1e-2), train_data={"tokens": TOKENS}))
 
 
 def config(**settings):

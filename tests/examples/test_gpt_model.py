@@ -104,18 +104,23 @@ def test_a_position_sees_nothing_after_it(gpt, params, tokens):
 
 
 def test_rotary_scores_depend_on_distance_alone(gpt):
-    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
-    q, k = (gpt.rotary(jnp.broadcast_to(x, (1, 10, 1, 8)), jnp.arange(10))[0, :, 0] for x in (q, k))
+    rotated = jax.jit(gpt.rotary)
+    drawn = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+    q, k = (np.asarray(rotated(np.broadcast_to(x, (1, 10, 1, 8)), np.arange(10)))[0, :, 0] for x in drawn)
     np.testing.assert_allclose(q[7] @ k[4], q[5] @ k[2], atol=1e-5)
     assert abs(float(q[7] @ k[4] - q[7] @ k[1])) > 1e-3
 
 
 def test_dropout_is_drawn_from_the_examples_key(gpt):
-    keys = jax.random.split(jax.random.key(0), 4)
-    x = jnp.ones((4, 100, 100))
-    dropped = gpt.drop(x, 0.25, keys, jnp.arange(100))
+    @jax.jit
+    def whole_and_part():
+        keys, x = jax.random.split(jax.random.key(0), 4), jnp.ones((4, 100, 100))
+        part = gpt.drop(x[2:, 60:], 0.25, keys[2:], jnp.arange(60, 100))
+        return gpt.drop(x, 0.25, keys, jnp.arange(100)), part
+
+    dropped, part = map(np.asarray, whole_and_part())
     assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
-    np.testing.assert_array_equal(gpt.drop(x[2:, 60:], 0.25, keys[2:], jnp.arange(60, 100)), dropped[2:, 60:])
+    np.testing.assert_array_equal(part, dropped[2:, 60:])
     assert len({row.tobytes() for row in np.asarray(dropped).reshape(-1, 100)}) == 400
 
 

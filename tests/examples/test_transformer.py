@@ -14,6 +14,7 @@ from spmdkit.checkpoint.lazy_array import LazyArray
 from spmdkit.checkpoint.weights import open_weights
 from spmdkit.foundation.trees import named_leaves
 from tests.reference import transformers_numbers as reference
+from tests.support.core_models import made_once
 from tests.support.core_runs import program_of, train
 
 st = pytest.importorskip("safetensors.numpy")
@@ -73,7 +74,7 @@ def test_a_step_on_a_mesh_equals_one_device(example, mesh):
     examples = {"tokens": np.random.default_rng(0).integers(0, 12, (32, 9)).astype(np.int32)}
     init = lambda key: example.init_params(key, shape)
     loss = lambda params, batch, key: example.loss(params, batch, shape)
-    task = sk.Task(init, loss, optax.sgd(0.1), train_data=examples, rules=example.rules(shape))
+    task = made_once(sk.Task(init, loss, optax.sgd(0.1), train_data=examples, rules=example.rules(shape)))
     one, many = (train(program_of(task, mesh=sizes), evaluate=False, steps=2) for sizes in ({}, mesh))
     np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
     for x, y in zip(jax.tree.leaves(many.params), jax.tree.leaves(one.params), strict=True):

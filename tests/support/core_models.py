@@ -37,7 +37,7 @@ def kept_gradient(state):
 def made_once(task, **changes):
     """Returns the task with the arrays of `init` as constants: compiling a random init takes longer than the step."""
     with jax.default_device(jax.devices()[0]):
-        variables = jax.device_get(task.init(jax.random.key(0)))
+        variables = jax.device_get(jax.jit(task.init)(jax.random.key(0)))
     return dataclasses.replace(task, init=lambda key: jax.tree.map(jnp.asarray, variables), **changes)
 
 

@@ -1,5 +1,6 @@
 """The bits that reducers send: float8 against the type of that name, int8 and signs by hand, and NaN."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,7 @@ E4M3 = ml_dtypes.float8_e4m3fn
 
 def test_float8_bits_are_the_values_of_the_type():
     bits = np.array([b for b in range(256) if b & 0x7F != 0x7F], np.uint8)
-    np.testing.assert_array_equal(float8.float8_values(jnp.asarray(bits)), bits.view(E4M3).astype(np.float32))
+    np.testing.assert_array_equal(jax.jit(float8.float8_values)(bits), bits.view(E4M3).astype(np.float32))
 
 
 def test_values_become_the_nearest_float8_ties_to_even():
@@ -23,7 +24,7 @@ def test_values_become_the_nearest_float8_ties_to_even():
     drawn = random.normal(size=20000) * 10.0 ** random.integers(-5, 2, 20000)
     grid = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float64)
     x = np.concatenate([drawn, grid, -grid, (grid[1:] + grid[:-1]) / 2]).clip(-448, 448).astype(np.float32)
-    np.testing.assert_array_equal(float8.float8_bits(jnp.asarray(x)), x.astype(E4M3).view(np.uint8))
+    np.testing.assert_array_equal(jax.jit(float8.float8_bits)(x), x.astype(E4M3).view(np.uint8))
 
 
 CODES = {
@@ -37,9 +38,9 @@ def test_value_error_is_within_half_a_step(name):
     code, half_step = CODES[name]
     x = np.random.default_rng(0).normal(size=(3, 2048)).astype(np.float32) * np.float32([[1], [1e6], [1e-6]])
     x[0, 256:512] = 0
-    sent = code.encode(jnp.asarray(x))
+    sent = jax.jit(code.encode)(x)
     assert [(s.dtype, s.shape[1] % PAD, s.shape[1]) for s in sent] == [(jnp.uint8, 0, code.row_bytes(2048))]
-    back = np.asarray(code.decode(sent, 2048))
+    back = np.asarray(jax.jit(code.decode, static_argnums=1)(sent, 2048))
     largest = np.abs(x.reshape(3, 8, 256)).max(-1, keepdims=True)
     assert (np.abs(back - x).reshape(3, 8, 256) <= largest * half_step * 1.001).all()
     assert not back[0, 256:512].any()
@@ -48,7 +49,7 @@ def test_value_error_is_within_half_a_step(name):
 def test_sign_decodes_to_mean_magnitude_of_block():
     code = coded.block_code("sign", 1024, sign._encode, sign._decode, bits=1)
     x = np.random.default_rng(0).normal(size=(2, 3072)).astype(np.float32)
-    back = code.decode(code.encode(jnp.asarray(x)), 3072)
+    back = jax.jit(lambda x: code.decode(code.encode(x), 3072))(x)
     size = np.abs(x.reshape(2, 3, 1024)).mean(-1, keepdims=True)
     np.testing.assert_allclose(back, (np.where(x.reshape(2, 3, 1024) >= 0, 1, -1) * size).reshape(2, 3072), rtol=1e-6)
 
@@ -61,7 +62,7 @@ def test_non_finite_value_affects_only_its_block(name, bad):
     code = coded.block_code(name, 256, module._encode, module._decode, bits=1 if name == "sign" else 8)
     x = np.ones((1, 1024), np.float32)
     x[0, 300] = bad
-    finite = np.isfinite(np.asarray(code.decode(code.encode(jnp.asarray(x)), 1024))).reshape(4, 256)
+    finite = np.isfinite(jax.jit(lambda x: code.decode(code.encode(x), 1024))(x)).reshape(4, 256)
     assert not finite[1].any() and finite[[0, 2, 3]].all()
 
 
