@@ -18,11 +18,12 @@ from jax.sharding import PartitionSpec as P
 import spmdkit as sk
 from tests.step.test_annotations import DATA, MESHES
 from tests.support.core_runs import TOLERANCE, assert_close, program_of, train
+from tests.support.fixed_numbers import normal
 from tests.support.messages import raises
 
 RULES = (("batch", "data"), ("embed", "fsdp"), ("hidden", "tensor"), ("heads", "tensor"), ("norm", None))
 MODEL_MESHES = [name for name in MESHES if name != "one"]
-LECUN = nn.initializers.lecun_normal()
+LECUN = lambda key, shape, dtype: normal(0, *shape).astype(dtype) / np.float32(np.sqrt(shape[0]))
 
 
 class Linen(nn.Module):
