@@ -126,7 +126,7 @@ def expected():
     return train(program(as_loss(squares), {}, plain_init), evaluate=False, steps=4)
 
 
-@pytest.mark.forms(16)
+@pytest.mark.forms(10)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_an_annotated_program_equals_a_plain_one(kind, mesh):

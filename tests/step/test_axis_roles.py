@@ -76,7 +76,7 @@ def program(kind, mesh, **settings):
     return program_of(sk.Task(init, **PROGRAMS[kind], **data), **settings)
 
 
-@pytest.mark.forms(8)
+@pytest.mark.forms(6)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_a_program_with_its_own_names_is_one_device(kind, mesh):

@@ -56,7 +56,7 @@ def program(functions, mesh, sharding="explicit", eval_data=None, init=plain_ini
     return program_of(sk.Task(init, **functions, **data, sharding=sharding), mesh=mesh, batch_size=16, **settings)
 
 
-@pytest.mark.forms(8)
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_an_explicit_program_equals_a_plain_one(kind, mesh):

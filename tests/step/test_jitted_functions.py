@@ -89,7 +89,7 @@ def expected(case):
     return train(case, False, {})[1]
 
 
-@pytest.mark.forms(10)
+@pytest.mark.forms(6)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_jitted_function_equals_the_plain_one_on_one_device(case, mesh):

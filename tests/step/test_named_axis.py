@@ -34,7 +34,7 @@ def twice(grads, name):
     return lax.pmean(lax.pmean(grads, name), name)
 
 
-@pytest.mark.forms(6)
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", ["batch", "i", "data"])
 def test_a_pmap_body_is_one_device(name, mesh):
