@@ -62,6 +62,7 @@ def diloco_by_hand(made, steps, every, fragments=1, overlap=0, alpha=None, outer
         updates, state = inner.update(jax.grad(loss_by_hand)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
+    outer_update = jax.jit(outer.update)
     agreed, num = group(made.init().params, 0), made.groups.num
     owner = dict(zip(SIZES, fragments_of(list(SIZES.values()), fragments), strict=True))
     outer_states = {name: outer.init(x) for name, x in agreed.items()}
@@ -70,14 +71,15 @@ def diloco_by_hand(made, steps, every, fragments=1, overlap=0, alpha=None, outer
         rows = jax.tree.map(np.asarray, batch.examples)
         for g in range(num):
             own = jax.tree.map(lambda x, g=g: x[g * len(x) // num : (g + 1) * len(x) // num], rows)
-            params[g], states[g] = one(params[g], states[g], own)
+            moved, states[g] = one(params[g], states[g], own)
+            params[g] = jax.device_get(moved)
         for name, fragment in owner.items():
             since = step - (every + fragment * every // fragments)
             if since >= 0 and since % every == 0:
                 taken[name] = agreed[name] - sum(p[name] for p in params) / num
             if since - overlap >= 0 and (since - overlap) % every == 0:
-                update, outer_states[name] = outer.update(taken[name], outer_states[name], agreed[name])
-                agreed[name] = agreed[name] + update
+                update, outer_states[name] = outer_update(taken[name], outer_states[name], agreed[name])
+                agreed[name] = agreed[name] + np.asarray(update)
                 for p in params:
                     p[name] = mix * p[name] + (1 - mix) * agreed[name]
     return params, agreed

@@ -39,15 +39,21 @@ def on_data(k):
 def by_hand(made, k, steps):
     """Returns (parameters, losses): plain JAX on one device, with a list of gradients that wait."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adam())
+    value_and_grad = jax.jit(jax.value_and_grad(loss_by_hand))
+
+    @jax.jit
+    def updated(params, state, gradient):
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
     params = jax.device_get(made.init().params)
     state, waiting, losses = optimizer.init(params), [], []
     for _, batch in made.batches(1, steps):
-        value, gradient = jax.value_and_grad(loss_by_hand)(params, jax.device_get(batch.examples))
+        value, gradient = value_and_grad(params, jax.device_get(batch.examples))
         losses.append(float(value))
         waiting.append(gradient)
         if len(waiting) > k:
-            updates, state = optimizer.update(waiting.pop(0), state, params)
-            params = optax.apply_updates(params, updates)
+            params, state = updated(params, state, waiting.pop(0))
     return params, losses
 
 
