@@ -162,7 +162,8 @@ def test_vmap_gather_and_scatter_equal_shard_map(tiled, dim, mapped):
 
     given = np.moveaxis(whole, 1, 1 + inner)
     given = given[0] if outer is None else np.moveaxis(given, 0, outer)
-    found = jax.vmap(jax.vmap(body, inner, axis_name="d"), outer, axis_name="r", axis_size=2)(given)
+    mapped = jax.vmap(jax.vmap(body, inner, axis_name="d"), outer, axis_name="r", axis_size=2)
+    found = jax.device_get(jax.jit(mapped)(given))
     parts = whole.reshape(6, 6, 6)
     gathered = np.concatenate(parts, dim) if tiled else np.stack(parts, dim)
     scattered = np.split(parts.sum(0), 6, dim)
@@ -194,6 +195,7 @@ def negatives_alone(params, rows, key):
     return sk.mean(clip(a, everybody, mask, labels))
 
 
+@jax.jit
 def losses_alone(params, rows):
     a, b = embed(params["a"], rows[:, 0]), embed(params["b"], rows[:, 1])
     return clip(a, b, True, jnp.arange(len(rows))).mean()

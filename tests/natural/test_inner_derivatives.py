@@ -103,7 +103,8 @@ CASES = [pinn, hessian, fgsm, pgd, virtual_adversarial, sparse_code, maml, trans
 
 def init(key):
     """Parameters of its own for each case, so that each has its own leaf of the gradient."""
-    return {case.__name__: normal(seed, WIDTH) for seed, case in enumerate(CASES)}
+    keys = jax.random.split(key, len(CASES))
+    return {case.__name__: jax.random.normal(k, (WIDTH,)) for case, k in zip(CASES, keys, strict=True)}
 
 
 def losses_of(params, rows):

@@ -49,14 +49,18 @@ def train_step(state, batch):
 
 @functools.cache
 def reference():
-    params = jax.jit(init)(jax.random.key(0))
-    losses = []
+    @jax.jit
+    def stepped(params, rows):
+        g, d = params["generator"], params["critic"]
+        g_loss, g_grads = jax.value_and_grad(lambda g: fool(g, d, rows).mean())(g)
+        d_loss, d_grads = jax.value_and_grad(lambda d: judge(d, g, rows).mean())(d)
+        moved = jax.tree.map(lambda p, g: p - RATE * g, params, {"generator": g_grads, "critic": d_grads})
+        return moved, (g_loss, d_loss)
+
+    params, losses = init(None), []
     for step in range(STEPS):
-        rows, (g, d) = DATA[step * BATCH : (step + 1) * BATCH], (params["generator"], params["critic"])
-        g_loss, g_grads = jax.value_and_grad(lambda g: fool(g, d, rows).mean())(g)  # noqa: B023 - used at once
-        d_loss, d_grads = jax.value_and_grad(lambda d: judge(d, g, rows).mean())(d)  # noqa: B023
-        losses.append((float(g_loss), float(d_loss)))
-        params = jax.tree.map(lambda p, g: p - RATE * g, params, {"generator": g_grads, "critic": d_grads})
+        params, found = stepped(params, DATA[step * BATCH : (step + 1) * BATCH])
+        losses.append(tuple(map(float, found)))
     return losses, params
 
 
