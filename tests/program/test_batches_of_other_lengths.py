@@ -38,12 +38,17 @@ def test_one_program_per_length(mesh, masked):
     program = program_of(task, mesh=mesh, batch_size=8, **options)
     state = program.init()
     expected, tx = jax.device_get(state.params), optax.adam(0.1)
-    opt_state, found = tx.init(expected), []
+    opt_state, found = jax.jit(tx.init)(expected), []
+
+    @jax.jit
+    def stepped(params, opt_state, tokens):
+        loss, grads = jax.value_and_grad(lambda p: losses(p, tokens).mean())(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
     for length in LENGTHS:
         state, metrics = program.step(state, program.put({"t": TOKENS[:, :length]}))
-        loss, grads = jax.value_and_grad(lambda p, n=length: losses(p, TOKENS[:, :n]).mean())(expected)
-        updates, opt_state = tx.update(grads, opt_state, expected)
-        expected = optax.apply_updates(expected, updates)
+        expected, opt_state, loss = stepped(expected, opt_state, TOKENS[:, :length])
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
         found.append(len(traced))
     assert found[0] < found[1] == found[2] == found[3] < found[4] and int(state.step) == 5

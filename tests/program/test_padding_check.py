@@ -192,10 +192,9 @@ def test_evaluation_that_mixes_padding_is_rejected():
 def test_padding_is_filled_from_other_real_rows(grid):
     num = int(np.prod(grid))
     fill = jax.jit(lambda batch, factor: padding_check._filled(batch, factor, grid))
-    x = jnp.arange(1.0, num + 1)
-    n = jnp.arange(num)
-    for factor, mask in ((0, jnp.ones(num, bool)), (8, jnp.ones(num, bool)), (1, n < num - 1), (8, n == 0)):
-        batch = fill(Batch({"x": x, "n": n}, mask), jnp.float32(factor))
+    x, n = np.arange(1, num + 1, dtype=np.float32), np.arange(num, dtype=np.int32)
+    for factor, mask in ((0, np.ones(num, bool)), (8, np.ones(num, bool)), (1, n < num - 1), (8, n == 0)):
+        batch = jax.device_get(fill(Batch({"x": x, "n": n}, mask), np.float32(factor)))
         real = np.asarray(batch.mask)
         assert real.any() and not (real & ~np.asarray(mask)).any()
         assert not real.all()
