@@ -42,7 +42,7 @@ packages: $(EXTRAS)/.test
 # The site in build/docs/index.html, without a network, and the test of each
 # of its commands, snippets and notebooks.
 docs: site
-	$(BOUND) 600 $(EXTRAS)/bin/python -m pytest -m 'slow or not slow' --numprocesses 2 tests/docs
+	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m 'slow or not slow' --numprocesses 2 tests/docs
 
 site: $(EXTRAS)/.test
 	$(BOUND) 300 $(EXTRAS)/bin/python -m sphinx -q -W --keep-going -j 2 -b html docs build/docs

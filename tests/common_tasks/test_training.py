@@ -15,6 +15,8 @@ from tests.support.command_line import TASK
 from tests.support.common_tasks import STEPS, code_lines, loss_of, plain
 from tests.support.forks import Process
 
+pytestmark = pytest.mark.locations
+
 RATE = {"learning_rate": "0.1"}
 BY_RATE = {"optimizer": "lambda rate: optax.sgd(rate)"}
 FORWARD = 'error = batch["x"] @ params["w"]'

@@ -21,7 +21,7 @@ from tests.support.tasks import (
 )
 from tests.tasks import classifier, optimizers
 
-pytestmark = pytest.mark.promotes("natural code of people who have their own models")
+pytestmark = [pytest.mark.promotes("natural code of people who have their own models"), pytest.mark.locations]
 
 FAST = ("cnn_linen", "cnn_nnx", "gpt", "mixup", "nnx_metrics", "optimizers MultiSteps", "streaming")
 """Tasks that found a defect when they were written, and one of each library."""
