@@ -193,7 +193,7 @@ def start_cell(forks, folder, names):
     has a command. The clock of a forked process cannot be set."""
     selected = [f"--cells={name}" for name in names]
     selected += [f"watchdog.{name}_timeout_s={seconds}" for name, seconds in SHORT_TIMEOUTS.items()]
-    settings = ["run_dir=run", "devices=cpu:2", "checkpoint.every_steps=6", "eval.every_steps=12"]
+    settings = ["run_dir=run", "devices=cpu:2", "eval.every_steps=12"]
     settings.append("optimizer={name: sgd, learning_rate: 0.01}")  # fewer arrays to save
     variables = {"SPMDKIT_COMPILE_CACHE": "off"}  # programs are cached by the fork server
     arguments = ["drill", "run.yaml", "--matrix", *settings, *selected]
