@@ -198,9 +198,10 @@ def _events(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Returns the start time of a process in ticks since boot, since the kernel reuses process IDs."""
+    """Returns the start time of a process in ticks since boot, since the kernel reuses process IDs; None for one that
+    has ended, also while its parent has not read its exit status."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-        return int(text.rpartition(")")[2].split()[19])
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else int(fields[18])
     except (OSError, ValueError, IndexError):
         return None

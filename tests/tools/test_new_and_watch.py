@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import subprocess
 import sys
 
 import pytest
@@ -113,6 +114,19 @@ def test_the_end_of_a_run_ends_watch(name, run_dir, capsys):
     out = capsys.readouterr().out
     assert words in out and "\x1b" not in out
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run_dir.rglob("*")} == before
+
+
+def test_a_process_that_nobody_waits_for_has_ended(run_dir):
+    """As one that was killed in a container, where process 1 may not read the exit statuses."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        born = run_status._start_ticks(process.pid)
+        _events(
+            run_dir, {"event": "running", "step": 40, "pid": process.pid, "host": os.uname().nodename, "born": born}
+        )
+        assert run_status.unfinished(run_dir).alive
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert not run_status.unfinished(run_dir).alive
 
 
 def test_a_run_elsewhere_may_be_active(run_dir):
