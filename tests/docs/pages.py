@@ -32,7 +32,8 @@ DOCS = ROOT / "docs"
 BLOCK_TIMEOUT_S = 240
 READS_THE_PROGRAM = re.compile(r"spmdkit (plan|bench|tune|verify)|plan_step|sk\.bill|sk\.testing")
 """Commands that show the compiled program. They compile with all passes of XLA, and so does a page with such Python."""
-QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK_XLA}
+SESSION = Path(__file__).with_name("python_session.py")
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0", "XLA_FLAGS": QUICK_XLA}
 NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_STDERR_LOG_LEVEL": "3",
@@ -52,20 +53,6 @@ _FENCE = re.compile(
 _FILE = re.compile(r"# ([\w/.-]+\.(?:py|yaml))\n")
 _NOT_RUN = re.compile(r"# not run: (.+)\n")
 _EXIT_CODE = re.compile(r"# exit code (\d+)\s*$")
-_SESSION = """
-import contextlib, io, json, sys, traceback
-sys.path.insert(0, "")
-names, replies = {"__name__": "__main__"}, sys.stdout
-for line in sys.stdin:
-    output, code = io.StringIO(), 0
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            exec(compile(json.loads(line), "<page>", "exec"), names)
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-    print(json.dumps([code, output.getvalue()]), file=replies, flush=True)
-"""
 
 
 @dataclass(frozen=True)
@@ -134,30 +121,30 @@ def missing_line(expected: str, output: str) -> str | None:
     return None
 
 
+def environment() -> dict[str, str]:
+    """Returns the environment that all pages have in common."""
+    tests = ("SPMDKIT_", "JAX_", "XLA_", "PYTEST", "NPROC")
+    own = {"SPMDKIT": str(ROOT), "JAX_PLATFORMS": "cpu", **NO_TPU, "COLUMNS": "160"}
+    return {name: value for name, value in os.environ.items() if not name.startswith(tests)} | own
+
+
 class Page:
     """Runs the blocks of a page in a folder.
 
     Args:
         folder: an empty folder, or that of the previous page of a tutorial.
+        bin: the folder of `spmdkit` and `python`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, bin: Path = Path(sys.executable).parent) -> None:
+        self.folder, self._bin = folder, bin
         self._session: subprocess.Popen[str] | None = None
         self._quick = QUICK
         self._exports = folder / ".exports"
-        self._environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SPMDKIT_", "JAX_", "XLA_", "PYTEST", "NPROC"))
-        } | {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        self._environment = environment() | {
+            "PATH": f"{bin}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": str(folder),
-            "SPMDKIT": str(ROOT),
             "SPMDKIT_COMPILE_CACHE": str(folder.parent / ".compile_cache"),
-            "JAX_PLATFORMS": "cpu",
-            **NO_TPU,
-            "COLUMNS": "160",
         }
 
     def run(self, text: str, name: str) -> None:
@@ -209,7 +196,7 @@ class Page:
     def _python(self, text: str) -> tuple[int, str]:
         if self._session is None:
             self._session = subprocess.Popen(
-                [sys.executable, "-c", _SESSION],
+                [self._bin / "python", SESSION],
                 cwd=self.folder,
                 env=self._environment | self._quick,
                 text=True,

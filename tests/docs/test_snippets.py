@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from tests.docs.pages import DOCS, QUICK, READS_THE_PROGRAM, ROOT, Page, blocks, missing_line, sentences
+from tests.docs.pages import DOCS, QUICK, READS_THE_PROGRAM, ROOT, Page, blocks, environment, missing_line, sentences
+from tests.docs.warm_processes import WarmProcesses
 
 pytestmark = pytest.mark.processes
 
@@ -13,24 +14,34 @@ SECTIONS = ("start", "howto", "coming_from", "reference")
 SAMPLE = ("start/2_first_run.md", "howto/stop_and_resume.md", "howto/clusters/slurm.md", "coming_from/index.md")
 """Pages that run by default. The others are slow: `make docs` runs all."""
 
+REAL = ("start/1_install.md", "start/2_first_run.md")
+"""Pages whose commands start Python. The commands of the others are forked."""
+
 PAGES = sorted(path.relative_to(DOCS).as_posix() for section in SECTIONS for path in (DOCS / section).rglob("*.md"))
 PAGES = [page for page in PAGES if any(block.runs for block in blocks((DOCS / page).read_text()))]
 TUTORIAL = sorted((DOCS / "tutorial").glob("*.md"))
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 
 
+@pytest.fixture(scope="session")
+def warm():
+    with WarmProcesses(environment()) as processes:
+        yield processes.bin
+
+
 @pytest.mark.slow
 @pytest.mark.tpu  # step 7 compiles for a TPU
-def test_the_tutorial_runs_as_printed(tmp_path):
+def test_the_tutorial_runs_as_printed(tmp_path, warm):
     for path in TUTORIAL:
-        Page(tmp_path).run(path.read_text(), path.name)
+        Page(tmp_path, warm).run(path.read_text(), path.name)
 
 
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=() if page in SAMPLE else pytest.mark.slow) for page in PAGES]
 )
-def test_a_page_runs_as_printed(page, tmp_path):
-    Page(tmp_path).run((DOCS / page).read_text(), page)
+def test_a_page_runs_as_printed(page, tmp_path, request):
+    folder = () if page in REAL else (request.getfixturevalue("warm"),)
+    Page(tmp_path, *folder).run((DOCS / page).read_text(), page)
 
 
 @pytest.mark.slow
@@ -69,6 +80,48 @@ def test_a_python_session_and_files_belong_to_a_page(tmp_path):
         "```python\n# names.py\nNAME = 'x'\n```\n```python\nfrom names import NAME\n```\n```python\nprint(NAME)\n```\n"
     )
     Page(tmp_path).run(page + "```text\nx\n```\n```python\n# not run: no GPU\n1 / 0\n```\n", "page.md")
+
+
+COMMANDS = """```python
+# script.py
+import os, pathlib, signal, sys, time
+print(__name__, sys.argv, sys.path[0], sys.stdin.read(), os.environ["WORD"])
+print("error", file=sys.stderr)
+if sys.argv[1:] == ["wait"]:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    pathlib.Path("pid").write_text(str(os.getpid()))
+    time.sleep(1000)
+sys.exit(3)
+```
+```bash
+export WORD=word
+echo input | python script.py one 2> errors || echo code $?
+cat errors
+python script.py wait & pid=$!
+until [ -s pid ]; do sleep 0.02; done
+kill $pid
+wait $pid || echo code $?
+rm pid; python script.py wait & pid=$!
+until [ -s pid ]; do sleep 0.02; done
+kill -KILL $pid
+wait $pid 2> killed || echo code $?
+while kill -0 $(cat pid) 2> gone; do sleep 0.02; done
+```
+```text
+__main__ ['script.py', 'one'] PATH input
+word
+code 3
+error
+stopped
+code 1
+code 137
+```
+"""
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_a_forked_command_is_like_a_real_one(real, tmp_path, warm):
+    Page(tmp_path, *(() if real else (warm,))).run(COMMANDS, "page.md")
 
 
 def test_sentences_are_counted_without_code():

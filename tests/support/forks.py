@@ -200,7 +200,7 @@ def _start(asked: dict[str, Any]) -> int:
         if asked["forks"]:
             from spmdkit.launch import local
 
-            local._start = _forked
+            local._start = start_forked
         code = _run(asked["start"])
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else 1
@@ -245,7 +245,7 @@ class Forked:
             os.waitpid(self.pid, 0)
 
 
-def _forked(command: list[str], env: dict[str, str], pass_fds: list[int]) -> Forked:
+def start_forked(command: list[str], env: dict[str, str], pass_fds: list[int]) -> Forked:
     """Forks a launcher's child to run a script or an spmdkit command without a new interpreter. The launcher has no
     other thread at this point."""
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
