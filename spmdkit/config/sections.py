@@ -148,8 +148,9 @@ class Data(Section):
     drop_remainder: fields.Flag = True
     """true: the last short batch of an epoch is dropped; false: it is padded to batch_size, and the padding rows are
     masked."""
-    prefetch: fields.Few = 2
-    """Number of batches prefetched on the device, and in the reader."""
+    prefetch: fields.Few | None = None
+    """Number of batches prefetched on the device, and in the reader. null: 2; on CPU devices none for arrays in memory
+    with batches of at most 256 KiB, because there a thread takes more of the processors than the batch."""
     threads: fields.Few = 1
     """Reader threads of each process. With 1, one thread at a time reads the training and evaluation data."""
     check: Literal["sample", "full", "off"] = "sample"

@@ -1,8 +1,8 @@
 """Batches ahead of time: read on the host by grain and prefetched to the devices.
 
 `host_batches` reads rows: with grain's threads, or without grain for arrays in memory, where grain would take 8 us a
-batch and 0.3 s to import. `device_batches` runs one thread that puts batches on the devices ahead of time. (grain's
-`experimental.device_put` does not measure the wait, and hangs its consumer if the data raise SystemExit.)
+batch and 0.3 s to import. `device_batches` runs one thread that puts batches on the devices ahead of time, or none.
+(grain's `experimental.device_put` does not measure the wait, and hangs its consumer if the data raise SystemExit.)
 """
 
 from __future__ import annotations
@@ -111,17 +111,39 @@ class DeviceBatches:
         self.close()
 
 
+class _WithoutThread(DeviceBatches):
+    """`DeviceBatches` that puts a batch when it is requested."""
+
+    def __init__(self, batches: Iterable[tuple[int, Any]], put: Callable[[Any], Any]):
+        self._batches, self._put = batches, put
+        self._iterator = iter(batches)
+
+    def __next__(self) -> tuple[int, Any, float]:
+        begin = time.perf_counter()
+        step, batch = next(self._iterator)
+        batch = self._put(batch)
+        return step, batch, time.perf_counter() - begin
+
+    def interrupt(self) -> None:
+        self._iterator = iter(())
+
+    def close(self) -> None:
+        self.interrupt()
+        getattr(self._batches, "close", lambda: None)()
+
+
 def device_batches(iterator: Iterable[tuple[int, Any]], put: Callable[[Any], Any], depth: int = 2) -> DeviceBatches:
-    """Returns an iterator of (step, put(batch), wait_s) that puts at most `depth` batches ahead of the consumer.
+    """Returns an iterator of (step, put(batch), wait_s) that puts at most `depth` batches ahead of the consumer. With
+    0, none is ahead, and there is no thread.
 
     `put` runs in a background thread. It must pass explicit shardings, since JAX's context managers (`set_mesh`,
     `default_device`) do not apply to other threads. `wait_s` is the time that the consumer waited, 0 if the input is
     fast enough. Exceptions of `iterator` or `put` are raised in the consumer, after the batches before them. The thread
     closes `iterator`.
     """
-    if depth < 1:
-        raise ValueError(f"depth must be at least 1, got {depth}")
-    return DeviceBatches(iterator, put, depth)
+    if depth < 0:
+        raise ValueError(f"depth must be at least 0, got {depth}")
+    return DeviceBatches(iterator, put, depth) if depth else _WithoutThread(iterator, put)
 
 
 def _produce(

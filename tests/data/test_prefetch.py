@@ -13,12 +13,16 @@ import weakref
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import spmdkit as sk
 from spmdkit.data import HostBatch, Schedule, device_batches, eval_schedule, host_batches, open_source
 from spmdkit.data import prefetch as prefetch_module
 from spmdkit.errors import UserCodeError
+from spmdkit.program.program import Program
 
 ARRAYS = {"x": np.arange(50, dtype=np.float32).reshape(25, 2), "y": np.arange(25)}
 SOURCES = {
@@ -214,6 +218,52 @@ def test_close_stops_thread_and_iterator():
     device.close()
     assert closed.is_set() and not our_threads()
     assert next(device, None) is None
+
+
+def test_no_thread_without_depth():
+    closed, puts = [], []
+
+    def numbers():
+        try:
+            yield from enumerate("abc", 1)
+        finally:
+            closed.append(True)
+
+    device = device_batches(numbers(), lambda value: puts.append(value) or value.upper(), depth=0)
+    assert [next(device)[:2] for _ in range(2)] == [(1, "A"), (2, "B")] and puts == ["a", "b"]
+    assert not our_threads()
+    device.close()
+    device.close()
+    assert closed and next(device, None) is None
+    with device_batches(Faulty(0, OSError("bad sector")), put=len, depth=0) as device, pytest.raises(OSError):
+        next(device)
+
+
+WIDE = np.zeros((64, 2048), np.float32)  # a batch of 8 rows has 64 KiB
+
+
+@pytest.mark.parametrize(
+    ("data", "batch_size", "prefetch", "depth"),
+    [
+        (WIDE, 32, None, 0),  # 256 KiB
+        (WIDE, 40, None, 2),
+        (WIDE, 32, 2, 2),
+        (list(WIDE), 8, None, 2),
+    ],
+    ids=["small", "large", "number", "examples"],
+)
+def test_small_batches_in_memory_need_no_thread(data, batch_size, prefetch, depth):
+    task = sk.Task(
+        init=lambda key: jnp.zeros(2048),
+        loss_fn=lambda params, x, key: sk.mean(x @ params),
+        optimizer=optax.sgd(0.1),
+        train_data=data,
+    )
+    config = sk.Config(task="t:t", steps=3, batch_size=batch_size, devices="cpu:2", data={"prefetch": prefetch})
+    with Program(config, task, jax.devices()[:2]).stream() as batches:
+        assert len(our_threads()) == (depth > 0)
+        assert [step for step, _, _ in batches] == [1, 2, 3]
+    assert not our_threads()
 
 
 def test_abandoned_iterator_is_collected():

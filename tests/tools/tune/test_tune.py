@@ -100,7 +100,7 @@ def test_variants_change_one_setting(config):
     names = {setting: [x["changes"] for x in rows] for setting, rows in found.items()}
     assert names["compiler"] == [{"compiler_options": dict(options)} for options in PRESETS["cpu"]]
     assert names["scan"] == [{"task_args": {"scan_layers": False}}] and names["attention"] == []
-    assert names["prefetch"] == [{"data.prefetch": 1}, {"data.prefetch": 4}]
+    assert names["prefetch"] == [{"data.prefetch": 1}, {"data.prefetch": 2}, {"data.prefetch": 4}]
     assert {"microbatches": 2} in names["microbatches"] and {"remat": "full"} in names["remat"]
     assert {"microbatches": 16} not in names["microbatches"], "8 rows of a device"
 
