@@ -98,13 +98,12 @@ def pytest_unconfigure():
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_quickly(request):
-    """XLA's expensive passes off, but for modules with the mark `optimized`, which look at the compiled program, and
-    the lines of the source, but for modules with the mark `locations`. The lines take a sixth of the time of a test
-    that lowers many programs."""
-    quick = request.node.get_closest_marker("optimized") is None
+    """LLVM's expensive passes off, which change no text of a program (tests/core/test_flags_of_the_suite.py), and the
+    lines of the source, but for modules with the mark `locations`. The lines take a sixth of the time of a test that
+    lowers many programs."""
     lines = jax.config.jax_traceback_in_locations_limit
-    without_lines = quick and request.node.get_closest_marker("locations") is None
-    jax.config.update("jax_disable_most_optimizations", quick)
+    without_lines = request.node.get_closest_marker("locations") is None
+    jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_traceback_in_locations_limit", 0 if without_lines else lines)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

@@ -12,15 +12,17 @@ from tests.support.core_hlo import collectives
 from tests.support.core_runs import MESHES, program_of
 from tests.support.environment import QUICK_XLA
 
-pytestmark = pytest.mark.optimized
-
-QUICK = {
+QUICK_HLO = {
     **({"xla_cpu_use_fusion_emitters": False} if QUICK_XLA else {}),  # of jax 0.10 alone
     "xla_cpu_parallel_codegen_split_count": 1,
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
 }
-AS_USERS = {**({"xla_cpu_use_fusion_emitters": True} if QUICK_XLA else {}), "xla_cpu_parallel_codegen_split_count": 32}
+QUICK_LLVM = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""As set by `jax_disable_most_optimizations`."""
+LLVM_OF_USERS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+HLO_OF_USERS = {
+    **({"xla_cpu_use_fusion_emitters": True} if QUICK_XLA else {}),
+    "xla_cpu_parallel_codegen_split_count": 32,
+}
 
 
 def two_layers():
@@ -34,14 +36,30 @@ def two_layers():
     return sk.Task(init, loss_fn, optax.adam(1e-2), train_data={"x": x, "y": x**2}, rules=rules)
 
 
-def test_users_get_the_same_collectives_and_donation():
-    def read(options):
-        mesh = MESHES["data 2 x fsdp 2 x tensor 2"]
-        program = program_of(two_layers(), microbatches=4, compiler_options=options, **mesh)
-        memory = program.compiled.memory_analysis()
-        found = collectives(program.compiled.as_text(), program.sizes)
-        sent = collections.Counter((c.kind, frozenset(c.axes), c.in_loop) for c in found)
-        return sent, memory.alias_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
+@pytest.fixture(scope="module")
+def programs():
+    """Returns the compiled step: quick, with all passes of LLVM, as users compile it; and the sizes of its mesh."""
+    program = program_of(two_layers(), microbatches=4, **MESHES["data 2 x fsdp 2 x tensor 2"])
+    options = (QUICK_HLO | QUICK_LLVM, QUICK_HLO | LLVM_OF_USERS, HLO_OF_USERS | LLVM_OF_USERS)
+    return [program.lowered.compile(each) for each in options], program.sizes
 
-    found = read(QUICK)
-    assert found[0] and found == read(AS_USERS)
+
+def memory_of(program):
+    memory = program.memory_analysis()
+    return memory.alias_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
+
+
+def test_users_get_the_same_collectives_and_donation(programs):
+    (quick, _, of_users), sizes = programs
+    sent = lambda program: collections.Counter(
+        (c.kind, frozenset(c.axes), c.in_loop) for c in collectives(program.as_text(), sizes)
+    )
+    assert sent(quick) and sent(quick) == sent(of_users)
+    assert memory_of(quick) == memory_of(of_users)
+
+
+def test_passes_of_llvm_change_nothing_that_is_read(programs):
+    (quick, optimized, _), _ = programs
+    assert quick.as_text() == optimized.as_text()
+    assert quick.cost_analysis() == optimized.cost_analysis()
+    assert str(quick.memory_analysis()) == str(optimized.memory_analysis())

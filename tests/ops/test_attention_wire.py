@@ -16,8 +16,6 @@ from spmdkit.step import trace_context
 from tests.support.forms import slow_except
 from tests.support.ops_mesh import sent_by, sharding_of, step, wire
 
-pytestmark = pytest.mark.optimized
-
 B, T, N, K, H = 4, 64, 8, 4, 16
 HEADS = ("batch", "sequence", "heads", None)
 MESHES = [{"context": 4}, {"context": 4, "fsdp": 2}, {"context": 2, "tensor": 2, "fsdp": 2}, {"context": 8}]

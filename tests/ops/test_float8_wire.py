@@ -2,14 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmdkit.ops.float8 import HISTORY, float8_product
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
-
-pytestmark = pytest.mark.optimized
 
 
 def test_the_gradient_of_a_history_is_one_maximum_of_12_bytes():

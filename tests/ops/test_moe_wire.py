@@ -12,8 +12,6 @@ from spmdkit.step import trace_context
 from tests.support.forms import slow_except
 from tests.support.ops_mesh import GATHERED_TWICE, step, wire
 
-pytestmark = pytest.mark.optimized
-
 B, T, D, F, E, K, WIDTH = 8, 16, 8, 16, 8, 2, 4
 ROWS = ("batch", "norm_sequence", None)
 UP, DOWN = ((E, D, F), ("expert", "embed", "mlp")), ((E, F, D), ("expert", "mlp", "embed"))

@@ -17,8 +17,6 @@ from spmdkit.step import trace_context
 from tests.support.forms import slow_except
 from tests.support.ops_mesh import step
 
-pytestmark = pytest.mark.optimized
-
 D, F, V, LAYERS, ROWS_OF_MICROBATCH = 16, 32, 12, 16, 8
 
 

@@ -10,8 +10,6 @@ import spmdkit as sk
 from tests.support.forms import slow_except
 from tests.support.ops_mesh import GATHERED_TWICE, wire
 
-pytestmark = pytest.mark.optimized
-
 B, T, D, F, V = 8, 16, 32, 64, 48
 ROWS = ("batch", "norm_sequence", None)
 TOKENS = ((B, T), ("batch", "sequence"), "int32")

@@ -8,7 +8,6 @@ import pytest
 
 from tests.plan import golden_collectives as golden
 
-pytestmark = pytest.mark.optimized
 needs_its_versions = pytest.mark.skipif(
     golden.read()["versions"] != golden.versions(), reason="the golden file is of other versions of jax and libtpu"
 )

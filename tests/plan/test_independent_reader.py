@@ -14,7 +14,6 @@ from tests.plan.independent_reader import Program
 from tests.plan.known_traffic import PROGRAMS, compiled
 from tests.plan.test_hlo import TEXTS
 
-pytestmark = pytest.mark.optimized
 ATTENTION = {"gpt_h100": 4 * 7 * 16 * 512**2 * 64}  # by cuDNN: 4 layers, 2 + 5 causal products of 16 x 512 x 512 x 64
 CONVOLUTIONS = [(1, 1, "SAME"), (1, 2, "VALID"), (2, 2, "SAME")]
 SAVED = sorted(path.name.removesuffix(".txt.gz") for path in TEXTS.glob("*.gz"))

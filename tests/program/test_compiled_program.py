@@ -14,8 +14,6 @@ import spmdkit as sk
 from tests.support.core_hlo import collectives, over
 from tests.support.core_runs import MESHES, program_of
 
-pytestmark = pytest.mark.optimized
-
 
 def mlp_loss(params, batch, key):
     h = jax.nn.relu(sk.shard(batch["x"] @ params["up"], "batch", "mlp"))

@@ -10,7 +10,7 @@ import pytest
 
 from spmdkit.step.conditional_update import conditional_update
 
-pytestmark = [pytest.mark.optimized, pytest.mark.promotes("optax")]
+pytestmark = pytest.mark.promotes("optax")
 
 OPTIMIZERS = {
     "adamw": optax.adamw(0.01),

@@ -13,8 +13,6 @@ from spmdkit.step.reducer_io import ReducerSlots
 from tests.support.core_hlo import collectives
 from tests.support.core_runs import MESHES, program_of
 
-pytestmark = pytest.mark.optimized
-
 
 def wide():
     """Returns a task whose gradient is 256 KiB, so that reading it once shows."""

@@ -199,7 +199,6 @@ def test_measurement_works_in_a_per_replica_step():
     assert program.checks.sizes is None and (bits(state)["w"].shape) == (8,)
 
 
-@pytest.mark.optimized
 @pytest.mark.forms(1)
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("mesh", ["data 4", "fsdp 4", "data 2 x fsdp 2"])
