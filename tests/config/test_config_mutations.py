@@ -55,7 +55,7 @@ def test_the_walk_finds_every_section():
     assert len(names) > 60
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(st.text(string.ascii_letters + "_", min_size=1, max_size=3), st.integers(0, 20))
 def test_a_misspelled_key_is_reported_by_its_name(inserted, position):
     for *path, name in FIELDS:
@@ -64,7 +64,7 @@ def test_a_misspelled_key_is_reported_by_its_name(inserted, position):
             assert f"{'.'.join((*path, typo))}: unknown key." in (problem_of((*path, typo), 1) or "")
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(VALUES)
 def test_any_value_gives_a_config_or_error(value):
     for path in FIELDS:

@@ -14,6 +14,7 @@ from spmdkit.cluster import ClusterSpec, join
 from spmdkit.errors import ConfigError
 from spmdkit.run.prediction import predict
 from tests.support.core_runs import program_of
+from tests.support.fixed_numbers import normal
 from tests.support.forms import slow_except
 
 MESHES = [{}, {"data": 2, "fsdp": 2}]
@@ -29,10 +30,8 @@ def packed(documents):
 
 
 def init(key):
-    a, b, c, d = jax.random.split(jax.random.key(7), 4)
-    normal = jax.random.normal
-    return {"embed": normal(a, (V, D)), "place": normal(b, (T, D)), "qkv": normal(c, (D, 3 * N * H)) / 2,
-            "head": normal(d, (N * H, V))}  # fmt: skip
+    return {"embed": normal(0, V, D), "place": normal(1, T, D), "qkv": normal(2, D, 3 * N * H) / 2,
+            "head": normal(3, N * H, V)}  # fmt: skip
 
 
 def logits(params, batch, with_ids=True):
@@ -66,7 +65,7 @@ def test_logits_of_a_document_equal_those_of_the_document_alone(tmp_path, mesh):
     rows = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     found = predict(config, rows, cluster=cluster, task=task_of(packed(DOCUMENTS)), initial=True)
     places = np.arange(T, dtype=np.int32)
-    wanted = logits(init(None), {
+    wanted = jax.jit(logits)(init(None), {
         "tokens": np.stack([np.pad(document, (0, T - len(document))) for document in DOCUMENTS]),
         "tokens_positions": np.broadcast_to(places, (len(DOCUMENTS), T)),
         "tokens_segment_ids": np.stack([(places < len(document)).astype(np.int32) for document in DOCUMENTS]),
