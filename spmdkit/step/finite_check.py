@@ -221,6 +221,7 @@ def is_finite(x: jax.Array) -> jax.Array:
     return jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.array(True)
 
 
+@functools.partial(jax.jit, static_argnames="platform")  # traced once for all leaves of one shape
 def sum_of_squares(x: jax.Array, platform: str | None = None) -> jax.Array:
     """Returns float32[], of a float64 array float64[]: the sum of the squares, or NaN if a value is not finite. Reads
     the array once.
