@@ -162,9 +162,9 @@ BLOCK_DIMS: dict[str, tuple[str | None, ...]] = {
     "up": ("embed", "mlp"),
     "down": ("mlp", "embed"),
     "router": ("embed", None),
-    "expert_gate": ("expert", "embed", "mlp"),
-    "expert_up": ("expert", "embed", "mlp"),
-    "expert_down": ("expert", "mlp", "embed"),
+    "expert_gate": ("expert", "expert_embed", "mlp"),
+    "expert_up": ("expert", "expert_embed", "mlp"),
+    "expert_down": ("expert", "mlp", "expert_embed"),
 }
 """Weight of a block -> logical name of each dim. Norm scales are small and replicated."""
 DENSE = ("query", "key", "value", "out", "gate", "up", "down")

@@ -21,6 +21,7 @@ LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "vocab": ("tensor",),
     "expert": ("expert",),
+    "expert_embed": ("fsdp",),
     "layers": ("pipeline",),
     "sequence": ("context",),
     "norm_sequence": ("context", "tensor"),

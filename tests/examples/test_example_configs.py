@@ -93,8 +93,11 @@ def test_the_mesh_does_not_change_the_gpt(name, one_device):
 
 
 @pytest.mark.slow
-def test_the_mesh_does_not_change_the_experts():
-    on_eight, program, state = run("moe", *QUICK_GPT)
+@pytest.mark.parametrize(
+    "settings", [(), ("mesh={fsdp: 2, expert: 4}", "layout={axes: {embed: [fsdp, expert]}, min_shard_bytes: 1}")]
+)
+def test_the_mesh_does_not_change_the_experts(settings):
+    on_eight, program, state = run("moe", *QUICK_GPT, *settings)
     on_one, _, other_state = run("moe", *QUICK_GPT, "mesh={}")
     np.testing.assert_allclose(on_eight, on_one, rtol=1e-4)
     assert program.sizes["expert"] == 4

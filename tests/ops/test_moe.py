@@ -108,6 +108,10 @@ CASES = {
     ),
     "expert 8, bfloat16": ({"mesh": {"expert": 8}, "precision": "bfloat16"}, {}),
     "data 2 x fsdp 2 x expert 2": ({"mesh": {"data": 2, "fsdp": 2, "expert": 2}, "microbatches": 2}, {"remat": True}),
+    "fsdp 2 x expert 2, the router over both": (
+        {"mesh": {"fsdp": 2, "expert": 2}, "layout": {"axes": {"embed": ["fsdp", "expert"]}}},
+        {},
+    ),
     "data 2 x fsdp 2 x expert 2, zero 1": (
         {"mesh": {"data": 2, "fsdp": 2, "expert": 2}, "layout": {"zero": 1}},
         {"capacity": None},

@@ -15,8 +15,8 @@ D, F, T, E, LAYERS, CLASSES = 8, 16, 8, 8, 2, 4
 TOKENS = ("batch", "norm_sequence", None)
 RULES = [
     (".*/router", [None, "embed", None]),
-    (".*/experts/(gate|up)", [None, "expert", "embed", "mlp"]),
-    (".*/experts/down", [None, "expert", "mlp", "embed"]),
+    (".*/experts/(gate|up)", [None, "expert", "expert_embed", "mlp"]),
+    (".*/experts/down", [None, "expert", "mlp", "expert_embed"]),
 ]
 
 

@@ -3,7 +3,7 @@
     y = sum over chosen e of weight_e expert_e(x)         x[B_x, T_s, D] -> y[B_x, T_s, D]
 
 Experts are sharded over the mesh axis `expert`, E / e per device; all other layers use that axis as a data axis.
-Weights may also be sharded over `fsdp` (dim `embed`, gathered here) and `tensor` (dim `mlp`).
+Weights may also be sharded over `fsdp` (dim `expert_embed` or `embed`, gathered here) and `tensor` (dim `mlp`).
 
     capacity=1.25   each expert takes at most C = ceil(1.25 top_k T / E) choices of an example; later ones are dropped
                     and add nothing. Static shapes, an all_to_all of the same size in each step.
@@ -60,8 +60,8 @@ from spmdkit.step import trace_context
 
 __all__ = ["Load", "mlp", "moe"]
 
-GATHERED = "embed"
-"""The name of the dims that are gathered before use."""
+GATHERED = ("embed", "expert_embed")
+"""Names of the dims that are gathered before use."""
 
 
 @jax.named_scope(trace_context.MOE)
@@ -74,7 +74,7 @@ def moe(
     capacity: float | None = 1.25,
     expert: Expert = mlp,
     dims: Any = None,
-    router_dims: Dims = (GATHERED, None),
+    router_dims: Dims = ("embed", None),
     sequence: str | None = "norm_sequence",
     positions: jax.Array | None = None,
     where_BT: jax.Array | None = None,
@@ -98,8 +98,8 @@ def moe(
         top_k: experts of one token.
         capacity: slots of an expert relative to the mean number of choices; None: unlimited, and nothing is dropped.
         expert: `(weights of one expert, tokens [N, D][, product]) -> [N, D]`, each token separately; see `moe.experts`.
-        dims: names of the dims of `experts`, a tree prefix; has a default for `mlp`. `expert` gets `embed` dims
-            gathered, other dims as shards.
+        dims: names of the dims of `experts`, a tree prefix; has a default for `mlp`. `expert` gets `expert_embed`
+            and `embed` dims gathered, other dims as shards.
         router_dims: names of the dims of the router. Use (None, None) if it is already gathered, inside `sk.manual`.
         sequence: the logical name that shards T: `norm_sequence` (context and tensor), `sequence` (context) or None.
         positions: int32 [B, T] or [T], the unique position of each token in its example; default 0 .. T - 1 in the
@@ -199,7 +199,7 @@ def _whole(weight: jax.Array, dims: Dims, differs: Sequence[str]) -> jax.Array:
     before the gather, so that the gradient is scattered first and summed along `differs` as a shard."""
     weight = compat.as_varying(weight, differs)
     for i, name in enumerate(dims):
-        if name == GATHERED:
+        if name in GATHERED:
             weight = whole_weight(weight, name, i)
     return weight
 
@@ -217,7 +217,7 @@ def _order(num_tokens: int, seq_axes: Sequence[str]) -> jax.Array:
 
 def _own_axes(dims: Any) -> tuple[str, ...]:
     """Returns the mesh axes that shard one expert's weights in use: results are partial sums along these axes."""
-    names = {n for d in jax.tree.leaves(dims, is_leaf=is_dims) for n in d if n not in (None, GATHERED, "expert")}
+    names = {n for d in jax.tree.leaves(dims, is_leaf=is_dims) for n in d if n not in (None, *GATHERED, "expert")}
     return axes(*sorted(names))
 
 

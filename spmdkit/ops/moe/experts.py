@@ -29,9 +29,9 @@ from spmdkit.ops.moe.blocks import by_blocks
 Expert = Callable[..., jax.Array]
 
 MLP_DIMS = {
-    "gate": ("expert", "embed", "mlp"),
-    "up": ("expert", "embed", "mlp"),
-    "down": ("expert", "mlp", "embed"),
+    "gate": ("expert", "expert_embed", "mlp"),
+    "up": ("expert", "expert_embed", "mlp"),
+    "down": ("expert", "mlp", "expert_embed"),
 }
 """Names of the dims of the default expert's weights."""
 
