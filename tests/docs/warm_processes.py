@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -26,10 +27,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.support import compile_cache
 from tests.support.forks import SERVERS, start_forked
 
 JAX_NUMBERS = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_NUM_CPU_DEVICES", "JAX_TRACEBACK_IN_LOCATIONS_LIMIT")
 """Variables of JAX that a forked process applies."""
+IMPORTED = (
+    "jaxlib.mlir.dialects.mhlo",
+    "jaxlib.triton.dialect",
+    "spmdkit.checkpoint.orbax_backend",
+    "spmdkit.data.grain_reader",
+    "spmdkit.plan.command",
+    "spmdkit.plan.machine.calibrate",
+    "spmdkit.program.replica_check",
+    "spmdkit.run.loop",
+    "spmdkit.tools.drill.command",
+    "spmdkit.verify.external_step",
+)
+"""Modules that most commands import later."""
 SET_BY_SPMDKIT = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 _CLIENT = """#!{python} -IS
@@ -86,7 +101,7 @@ class WarmProcesses:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(listener.fileno()), str(self.bin / "python")],
                 cwd=Path(__file__).parents[2],
-                env=self._env | {SET_BY_SPMDKIT: "1"},
+                env=self._env | {SET_BY_SPMDKIT: "1", compile_cache.FOLDER: os.environ[compile_cache.FOLDER]},
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
@@ -106,15 +121,15 @@ class WarmProcesses:
 
 
 def _serve(listener: socket.socket) -> None:
-    import spmdkit.checkpoint.orbax_backend
-    import spmdkit.cli
-    import spmdkit.run.loop
-    import spmdkit.verify
+    for name in IMPORTED:
+        importlib.import_module(name)
+    from spmdkit.cli import _command
     from spmdkit.foundation import plugins
     from spmdkit.metrics.environment import package_versions
     from spmdkit.program.source_digest import package_digests
 
-    for cached in (spmdkit.cli._command, plugins._entry_points, package_digests, package_versions):
+    compile_cache.CompileCache()
+    for cached in (_command, plugins._entry_points, package_digests, package_versions):
         cached()  # once instead of in each process
     gc.collect()
     gc.freeze()
@@ -175,6 +190,7 @@ def _run(request: dict[str, Any]) -> int:
 
     from spmdkit.launch import local
 
+    compile_folder = os.environ[compile_cache.FOLDER]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # exits with the server
     for number in request["ignored"]:
@@ -183,11 +199,12 @@ def _run(request: dict[str, Any]) -> int:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
     os.chdir(request["folder"])
     os.environ.clear()
-    os.environ.update(request["env"])
+    os.environ.update(request["env"] | {compile_cache.FOLDER: compile_folder})
     tempfile.tempdir = None  # TMPDIR is read once
     for name in JAX_NUMBERS:
         if name in os.environ:
             jax.config.update(name.lower(), int(os.environ[name]))
+    compile_cache.use(os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1")
     sys.executable = sys.argv[2]  # commands that start a command
     local._start = start_forked
     words = request["words"]
