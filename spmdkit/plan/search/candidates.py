@@ -38,6 +38,7 @@ PRESETS: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"xla_cpu_use_fusion_emitters": False},
         {"xla_cpu_enable_concurrency_optimized_scheduler": False},
         {"xla_cpu_prefer_vector_width": 512},
+        {"xla_multiheap_size_constraint_per_heap": 32 << 20},  # jaxlib 0.10.2 does not write it to the compile cache
     ),
     "gpu": (
         {"xla_gpu_enable_latency_hiding_scheduler": True},
