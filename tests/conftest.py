@@ -27,6 +27,7 @@ os.environ.setdefault("SPMDKIT_ALLOCATOR", "system")  # what a run sets would ho
 import hypothesis
 import jax
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from spmdkit.faults.signals import SIGNALS
 from tests.support import compile_cache
@@ -37,6 +38,9 @@ from tests.support.optax_promotion import let_optax_promote
 from tests.support.seconds import Seconds
 
 jax.config.update("jax_num_cpu_devices", 8)
+_no_constants = providers.Constants()
+# The numbers of all imported sources: 2 s in each worker, and an edit of any source would change the examples.
+providers._get_local_constants = lambda: _no_constants
 let_optax_promote()
 
 for name, examples in (("default", 50), ("thorough", 1000)):
