@@ -36,6 +36,7 @@ from tests.support.forks import Forks
 from tests.support.forms import mark_slow_forms
 from tests.support.optax_promotion import let_optax_promote
 from tests.support.seconds import Seconds
+from tests.support.warm_processes import WarmProcesses
 
 jax.config.update("jax_num_cpu_devices", 8)
 _no_constants = providers.Constants()
@@ -137,6 +138,19 @@ def forks():
     """Starts real processes in a tenth of the time."""
     with Forks() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def warm():
+    """The folder with a `python` and an `spmdkit` that start in a tenth of the time."""
+    with WarmProcesses() as started:
+        yield started.bin
+
+
+@pytest.fixture
+def forked_python(warm, monkeypatch):
+    """Forks what a test starts with `sys.executable -m`."""
+    monkeypatch.setattr(sys, "executable", str(warm / "python"))
 
 
 @pytest.fixture(autouse=True)

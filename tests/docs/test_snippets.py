@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 
-from tests.docs.pages import DOCS, QUICK, READS_THE_PROGRAM, ROOT, Page, blocks, environment, missing_line, sentences
-from tests.docs.warm_processes import WarmProcesses
+from tests.docs.pages import DOCS, QUICK, READS_THE_PROGRAM, ROOT, Page, blocks, missing_line, sentences
 
 pytestmark = pytest.mark.processes
 
@@ -21,12 +20,6 @@ PAGES = sorted(path.relative_to(DOCS).as_posix() for section in SECTIONS for pat
 PAGES = [page for page in PAGES if any(block.runs for block in blocks((DOCS / page).read_text()))]
 TUTORIAL = sorted((DOCS / "tutorial").glob("*.md"))
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
-
-
-@pytest.fixture(scope="session")
-def warm():
-    with WarmProcesses(environment()) as processes:
-        yield processes.bin
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from spmdkit.program.opening import open_program, task_of
 from tests.plan.save_texts import GPT
 from tests.support.plan_files import plan
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("forked_python")]
 CAUSES = {"tensor activation", "gradient reduction", "optimizer", "metrics"}
 
 
@@ -31,7 +31,7 @@ def make(devices):
 
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory):
-    """The plan of a small GPT on two hosts of four H100."""
+    """The plan of a small GPT on two hosts of four H100, by processes that start Python."""
     return plan(tmp_path_factory.mktemp("gpt"), "gpu:h100:2x4", **GPT)[0]
 
 

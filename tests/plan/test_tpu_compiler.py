@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.plan_files import plan
 
-pytestmark = pytest.mark.tpu
+pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("forked_python")]
 
 _PERMUTE = """
 import jax, numpy as np

@@ -1,4 +1,4 @@
-"""The commands of the pages without the start of Python: a server imports jax and spmdkit once, and forks for each.
+"""Commands without the start of Python: a server imports jax and spmdkit once, and forks for each command.
 
 `spmdkit` and `python` in `bin` are clients of the server: they pass their arguments, environment, folder and three
 streams, forward signals, and exit as the forked process does. A killed client kills the process. What Python or JAX
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,13 @@ os._exit(code)
 class WarmProcesses:
     """The server, as a context manager. `bin`: the folder of its clients."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = {**env}
-
     def __enter__(self) -> WarmProcesses:
+        tests = ("SPMDKIT_", "JAX_", "XLA_", "PYTEST", "NPROC")
+        env = {name: value for name, value in os.environ.items() if not name.startswith(tests)}
+        env["JAX_PLATFORMS"] = "cpu"
         self.bin = Path(tempfile.mkdtemp(prefix="spmdkit-bin-"))
         applied = (*JAX_NUMBERS, SET_BY_SPMDKIT)
-        others = {k: v for k, v in self._env.items() if k.startswith(("JAX_", "PYTHON")) and k not in applied}
+        others = {k: v for k, v in env.items() if k.startswith(("JAX_", "PYTHON")) and k not in applied}
         address = str(self.bin / "socket")
         text = _CLIENT.format(python=sys.executable, applied=applied, others=others, socket=address)
         for name in ("spmdkit", "python"):
@@ -101,7 +101,7 @@ class WarmProcesses:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(listener.fileno()), str(self.bin / "python")],
                 cwd=Path(__file__).parents[2],
-                env=self._env | {SET_BY_SPMDKIT: "1", compile_cache.FOLDER: os.environ[compile_cache.FOLDER]},
+                env=env | {SET_BY_SPMDKIT: "1", compile_cache.FOLDER: os.environ[compile_cache.FOLDER]},
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
@@ -207,6 +207,7 @@ def _run(request: dict[str, Any]) -> int:
     compile_cache.use(os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1")
     sys.executable = sys.argv[2]  # commands that start a command
     local._start = start_forked
+    warnings.filterwarnings("ignore", module="runpy")  # the module is imported already
     words = request["words"]
     code = 0
     try:
