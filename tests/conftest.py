@@ -32,7 +32,7 @@ from hypothesis.internal.conjecture import providers
 from spmdkit.faults.signals import SIGNALS
 from tests.support import compile_cache
 from tests.support.buckets import PACKAGES as SERVERS
-from tests.support.forks import Forks
+from tests.support.forks import ADDRESS, Forks, Server
 from tests.support.forms import mark_slow_forms
 from tests.support.optax_promotion import let_optax_promote
 from tests.support.seconds import Seconds
@@ -58,6 +58,10 @@ for name, examples in (("default", 50), ("thorough", 1000)):
 def pytest_configure(config):
     config.pluginmanager.register(Seconds(config))
     config.pluginmanager.register(compile_cache.CompileCache())
+    if getattr(config.option, "numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        server = Server().__enter__()
+        os.environ[ADDRESS] = server.address
+        config.add_cleanup(lambda: (os.environ.pop(ADDRESS), server.__exit__()))
     hypothesis.settings.load_profile("thorough" if config.option.markexpr == "slow" else "default")
 
 

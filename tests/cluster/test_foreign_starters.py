@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from tests.cluster.starter_environments import SLURM_BATCH, torchrun
-from tests.support.environment import environment_of_a_user
+from tests.support.forks import Process
 from tests.support.messages import assert_parts
 
 pytestmark = pytest.mark.processes
@@ -41,34 +39,22 @@ log: {every_steps: 1, progress: plain}
 """
 
 
-CLEAN = {k: v for k, v in environment_of_a_user().items() if not k.startswith("SLURM_")}
-
-
-def train(folder, environments, program=""):
-    """Trains with one environment for each process; returns (exit code, output) of each, and the losses."""
+def train(forks, folder, environments, program=""):
+    """Trains with one environment for each process; returns the output of each, and the losses."""
     (folder / "task.py").write_text(TASK)
     (folder / "run.yaml").write_text(CONFIG)
-    python = [sys.executable, "-c", program] if program else [sys.executable, "-m", "spmdkit"]
-    options = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    started = [
-        subprocess.Popen([*python, "train", "run.yaml", "run_dir=run"], env=CLEAN | env, **options)
-        for env in environments
-    ]
-    try:
-        ended = [(process.communicate(timeout=100)[0], process.returncode) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert [code for _, code in ended] == [0] * len(ended), ended
+    (folder / "program.py").write_text(program)
+    words = [*(["program.py"] if program else []), "train", "run.yaml", "run_dir=run"]
+    ended = forks.run([Process(words, folder, env) for env in environments], timeout_s=100)
+    assert [process.code for process in ended] == [0] * len(ended), ended
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [output for output, _ in ended], [json.loads(line)["loss"] for line in lines]
+    return [process.output for process in ended], [json.loads(line)["loss"] for line in lines]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(tmp_path_factory, forks):
     """The losses of one process, in an allocation of Slurm that starts none."""
-    [output], losses = train(tmp_path_factory.mktemp("alone"), [SLURM_BATCH])
+    [output], losses = train(forks, tmp_path_factory.mktemp("alone"), [SLURM_BATCH])
     found = ("Slurm job 2 of 4 tasks", "not in one of its steps")
     assert_parts(output, "note: one process", found=found, repair="start it with srun")
     assert losses[0] > losses[-1] > 0 and len(losses) == 3
@@ -76,11 +62,11 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_torchrun_workers_train_beside_their_agent(tmp_path, alone):
+def test_torchrun_workers_train_beside_their_agent(tmp_path, forks, alone):
     with socket.create_server(("127.0.0.1", 0)) as agent:
         port = str(agent.getsockname()[1])
         workers = [torchrun(rank, 2, 1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in (0, 1)]
-        outputs, losses = train(tmp_path, workers)
+        outputs, losses = train(forks, tmp_path, workers)
     assert "2 processes" in outputs[0]
     assert losses == pytest.approx(alone, rel=1e-6)
 
@@ -101,12 +87,12 @@ thread.join()
 """
 
 
-def test_processes_that_are_joined_already_train(tmp_path, alone):
+def test_processes_that_are_joined_already_train(tmp_path, forks, alone):
     """As ray.train's JaxTrainer does it: JAX is joined, has no devices yet, and Ray gives no rank."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     worker = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": "7", "AT": address, "JAX_PLATFORMS": "cpu"}
-    outputs, losses = train(tmp_path, [worker | {"ME": str(rank)} for rank in (0, 1)], program=JOINED_ALREADY)
+    outputs, losses = train(forks, tmp_path, [worker | {"ME": str(rank)} for rank in (0, 1)], program=JOINED_ALREADY)
     assert "2 processes, since jax.distributed is initialized already" in outputs[0], outputs
     assert "on 2 of 2 cpu devices, mesh data 2, 2 processes" in outputs[0]
     assert losses == pytest.approx(alone, rel=1e-6)

@@ -1,16 +1,11 @@
 """What the coordination service promises, with real processes and without a launcher."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.support.forks import Process
 
 pytestmark = pytest.mark.processes
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, sys
 from spmdkit import compat
@@ -49,22 +44,10 @@ sys.exit(run_process(main))
 """
 
 
-def test_coordination_service_behaves_as_the_store_expects():
+def test_coordination_service_behaves_as_the_store_expects(tmp_path, forks):
     """Pins jaxlib: 0.10.2 and 0.11.2 behave so."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        coordinator = f"127.0.0.1:{server.getsockname()[1]}"
-    place = {"PYTHONPATH": str(REPOSITORY), "SPMDKIT_COORDINATOR": coordinator, "SPMDKIT_NUM_PROCESSES": "2"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = []
-    for process in ("0", "1"):
-        env = {**os.environ, **place, "SPMDKIT_PROCESS_ID": process}
-        running.append(subprocess.Popen([sys.executable, "-c", SCRIPT], env=env, **pipes))
-    try:
-        outputs = [popen.communicate(timeout=60) for popen in running]
-    finally:
-        for popen in running:
-            popen.kill()
-            popen.wait()
-    assert [popen.returncode for popen in running] == [0, 0], outputs
-    assert "waited 0.5 s for 2 processes, process 1 did not reach it" in outputs[0][0]
-    assert "the last one was too late" in outputs[1][0]
+    (tmp_path / "script.py").write_text(SCRIPT)
+    first, second = forks.together([Process(["script.py"], tmp_path)] * 2)
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert "waited 0.5 s for 2 processes, process 1 did not reach it" in first.output
+    assert "the last one was too late" in second.output

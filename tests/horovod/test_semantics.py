@@ -21,7 +21,6 @@ from tests.horovod import semantics
 from tests.horovod.semantics import EXAMPLE, ROWS, example
 from tests.support.environment import environment_of_a_user
 from tests.support.forks import Process
-from tests.support.ranks import run_ranks
 
 SIZES = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 STEPS_PER_EPOCH, EPOCHS, LEARNING_RATE = 10, 2, 0.05
@@ -124,8 +123,9 @@ except hvd.HorovodInternalError as error:
 
 
 @pytest.mark.processes
-def test_rank_that_raises_is_named_without_waiting():
-    first, second = run_ranks([sys.executable, "-c", SCRIPT], 2, timeout_s=60)
+def test_rank_that_raises_is_named_without_waiting(tmp_path, forks):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    first, second = forks.together([Process(["script.py"], tmp_path)] * 2)
     assert (first.code, second.code) == (1, 1)
     assert "raised: rank 1 ended (ValueError: no data here) while rank 0 waits in allreduce Average" in first.output
     assert "ValueError: no data here" in second.output

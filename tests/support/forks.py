@@ -1,16 +1,20 @@
 """Real processes in a tenth of the time: one process imports all modules once, and forks for each requested process.
 
 At the fork there is no device and no thread. A forked process has a separate environment, folder, arguments and output.
-Settings that Python reads at startup (another PYTHONPATH, other packages) need `fresh`.
+Settings that Python reads at startup (another PYTHONPATH, other packages) need `fresh`. The workers of pytest-xdist
+share the server of the reporting process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import gc
 import json
 import os
 import runpy
+import selectors
 import signal
 import socket
 import subprocess
@@ -22,14 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit.foundation.constants import COMPILE_CACHE
-from tests.support import compile_cache
-from tests.support.compile_cache import FOLDER
 from tests.support.environment import environment_of_a_user
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 SERVERS: set[int] = set()
-"""Ids of the live fork servers."""
+"""Ids of the live fork servers of a test."""
+
+ADDRESS = "SPMDKIT_TEST_FORKS"
+"""The environment variable that passes the address of the shared server to the workers."""
+
+ENDED_CPU_S = [0.0]
+"""Processor seconds of the forked processes of this process that have ended."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +75,9 @@ class Child:
     def poll(self) -> int | None:
         """Returns the exit code, or None while it runs."""
         if self.returncode is None:
-            self.returncode = self._forks.ask({"ended": self.pid})
+            self.returncode, cpu_s = self._forks.ask({"ended": self.pid})
             self.seconds = time.monotonic() - self._begin
+            ENDED_CPU_S[0] += cpu_s
         return self.returncode
 
     def wait(self, timeout: float = 60) -> int:
@@ -102,39 +111,64 @@ class Child:
         self.wait(30)
 
 
+class Server:
+    """The fork server, as a context manager. It imports when its first client connects."""
+
+    def __enter__(self) -> Server:
+        self._folder = tempfile.TemporaryDirectory(prefix="spmdkit-forks-")
+        self.address = str(Path(self._folder.name, "socket"))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen(64)
+            self._server = subprocess.Popen(
+                [sys.executable, "-W", "ignore", __file__, str(listener.fileno())],
+                env=_environment(),
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.communicate()
+        self._folder.cleanup()
+
+
+def _environment() -> dict[str, str]:
+    from tests.support.compile_cache import FOLDER
+
+    return environment_of_a_user() | {"PYTHONPATH": str(REPOSITORY), FOLDER: os.environ[FOLDER]}
+
+
 class Forks:
-    """The fork server, as a context manager."""
+    """Starts processes by the shared fork server, or a new one, as a context manager."""
 
     def __enter__(self) -> Forks:
-        self._env = environment_of_a_user() | {"PYTHONPATH": str(REPOSITORY), FOLDER: os.environ[FOLDER]}
+        self._server = None if ADDRESS in os.environ else Server().__enter__()
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(os.environ[ADDRESS] if self._server is None else self._server.address)
+        self._lines = self._socket.makefile("rw")
+        self._env = _environment()
         self._outputs = tempfile.TemporaryDirectory()
         self._started: list[Child] = []
-        self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__],
-            env=self._env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        SERVERS.add(self._server.pid)
         return self
 
     def __exit__(self, *_: object) -> None:
         for child in self._started:
             child.end()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._server.pid, signal.SIGKILL)
-        SERVERS.remove(self._server.pid)
-        self._server.communicate()
+        self._lines.close()
+        self._socket.close()
+        if self._server is not None:
+            self._server.__exit__()
         self._outputs.cleanup()
 
     def ask(self, asked: dict[str, Any]) -> Any:
         """Returns the response of the fork server."""
-        assert self._server.stdin is not None and self._server.stdout is not None
-        self._server.stdin.write(json.dumps(asked) + "\n")
-        self._server.stdin.flush()
-        return json.loads(self._server.stdout.readline())
+        self._lines.write(json.dumps(asked) + "\n")
+        self._lines.flush()
+        return json.loads(self._lines.readline())
 
     def start(self, process: Process) -> Child:
         output = Path(self._outputs.name, str(len(self._started)))
@@ -195,6 +229,8 @@ def _start(asked: dict[str, Any]) -> int:
         os.environ.clear()
         os.environ.update(asked["env"])
         tempfile.tempdir = None  # TMPDIR is read once
+        from tests.support import compile_cache
+
         compile_cache.use(os.environ.get(COMPILE_CACHE) == "off")
         sys.path[0] = asked["folder"]
         if asked["forks"]:
@@ -275,28 +311,59 @@ def start_forked(command: list[str], env: dict[str, str], pass_fds: list[int]) -
         os._exit(code)
 
 
-def _ended(pid: int) -> int | None:
-    """Returns the exit code of a process that has ended, or None."""
-    done, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if done else None
+def _ended(pid: int) -> tuple[int | None, float]:
+    """Returns (exit code, processor seconds) of a process that has ended, or (None, 0)."""
+    done, status, used = os.wait4(pid, os.WNOHANG)
+    return (os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime) if done else (None, 0.0)
 
 
-def _serve() -> None:
+@functools.cache
+def _import() -> None:
+    """Imports what a process imports at its start and later, which would take a third of its processor time."""
+    gc.disable()  # imports leave no garbage
     import spmdkit.checkpoint.orbax_backend
     import spmdkit.cli
+    import spmdkit.data.grain_reader
+    import spmdkit.metrics.report.plan
+    import spmdkit.plan.document
+    import spmdkit.plan.machine.calibrate
+    import spmdkit.run.evaluator
     import spmdkit.run.loop
     from spmdkit.foundation import plugins
     from spmdkit.metrics.environment import package_versions
     from spmdkit.program.source_digest import package_digests
+    from tests.support import compile_cache
 
     compile_cache.CompileCache()
     for cached in (spmdkit.cli._command, plugins._entry_points, package_digests, package_versions):
         cached()  # once instead of in each process
+    for group in ("default_hooks", "environments", "findings", "preemption_sources", "streams", "syncs"):
+        plugins.load_all(group)
+    gc.freeze()
+    gc.enable()
 
-    for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(_start(asked) if "start" in asked else _ended(asked["ended"])), flush=True)
+
+def _serve(listener: socket.socket) -> None:
+    """Responds to the requests of its clients until its input closes: the tests have ended."""
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    selector.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is sys.stdin:
+                return
+            if key.fileobj is listener:
+                _import()
+                client, _ = listener.accept()
+                selector.register(client, selectors.EVENT_READ, client.makefile("rw"))
+            elif line := key.data.readline():
+                asked = json.loads(line)
+                response = _start(asked) if "start" in asked else _ended(asked["ended"])
+                key.data.write(json.dumps(response) + "\n")
+                key.data.flush()
+            else:
+                selector.unregister(key.fileobj)
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(socket.socket(fileno=int(sys.argv[1])))
