@@ -33,7 +33,8 @@ quick: $(VENV)/.test lint types
 	$(BOUND) 1200 $(BIN)/python -m pytest -m 'not slow and not processes' --numprocesses 2 --dist loadfile
 
 # The tests that need a large package, and a job on each engine that is installed. `make --jobs 2 extras` runs both in
-# parallel.
+# parallel. `make test` has run the other tests of the docs.
+extras: FORMS = slow
 extras: packages jobs docs
 
 packages: $(EXTRAS)/.test
@@ -42,7 +43,7 @@ packages: $(EXTRAS)/.test
 # The site in build/docs/index.html, without a network, and the test of each
 # of its commands, snippets and notebooks.
 docs: site
-	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m 'slow or not slow' --numprocesses 2 tests/docs
+	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m '$(or $(FORMS),slow or not slow)' --numprocesses 2 tests/docs
 
 site: $(EXTRAS)/.test
 	$(BOUND) 300 $(EXTRAS)/bin/python -m sphinx -q -W --keep-going -j 2 -b html docs build/docs
