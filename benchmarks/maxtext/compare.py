@@ -117,10 +117,15 @@ def limit_of(name, figure):
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def measure(name, cell, python, again):
-    """Compiles both programs of a cell, unless they are saved, and returns their figures."""
+def measure(name, cell, python, again, previous):
+    """Compiles both programs of a cell, unless they are saved, and returns their figures. Those of MaxText in the
+    `previous` measurement remain if their settings do."""
     row = {"settings": settings_of(cell), "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    remains = previous and all(previous["settings"][key] == cell[key] for key in ("target", "maxtext"))
     for side in SIDES:
+        if side == "maxtext" and remains and side in previous and not _is_compiled(name, side, cell):
+            row[side] = previous[side]
+            continue
         if not _is_compiled(name, side, cell) or (again and side == "spmdkit"):
             problem = _compile(name, side, cell, python)
             if problem:
@@ -362,7 +367,7 @@ def main():
             continue
         if not Path(arguments.python).exists():
             parser.error(f"--python {arguments.python} does not exist. `make bench-maxtext` creates the environment.")
-        row = measure(name, cell, arguments.python, arguments.again)
+        row = measure(name, cell, arguments.python, arguments.again, read_results().get(name))
         results = read_results() | {name: row}
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
         shown = row.get("problem") or ", ".join(
