@@ -103,6 +103,8 @@ class Observer(Driver):
 
     def on_poll(self, children: Sequence[Any]) -> None:
         super().on_poll(children)
+        for timeline in self.bars:  # no page is drawn, and it grows with each change of the activity
+            del timeline.bars[:-1]
         now = time.monotonic()
         if now >= self._next:
             self._next = now + SAMPLE_S
